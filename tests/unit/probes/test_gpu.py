@@ -19,8 +19,8 @@ def driver(version: str | None) -> NvidiaDevice:
 
 def test_driver_too_old_for_torchs_cuda_names_the_first_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    found = gpu.check_driver(Devices("2.13.0", "13.0", ()), driver("570.133.20"))
-    assert found.ends_a_run and "needs driver 580.65.06 or newer" in found.meaning and "570.133.20" in found.value
+    finding = gpu.check_driver(Devices("2.13.0", "13.0", ()), driver("570.133.20"))
+    assert finding.ends_a_run and "needs driver 580.65.06 or newer" in finding.meaning and "570.133.20" in finding.value
     # CUDA 12 runs with it: something else is wrong.
     assert "nvidia-smi" in gpu.check_driver(Devices("2.8.0", "12.8", ()), driver("570.133.20")).meaning
     assert "nvidia-smi" in gpu.check_driver(Devices("2.13.0", "13.0", ()), driver(None)).meaning
@@ -58,9 +58,9 @@ def empty_transformer_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_empty_transformer_engine_is_found_out(empty_transformer_engine: None) -> None:
-    found = gpu.check_transformer_engine()
-    assert found.ends_a_run
-    assert "2.20.2" in found.value and "empty `transformer-engine` meta package" in found.value
+    finding = gpu.check_transformer_engine()
+    assert finding.ends_a_run
+    assert "2.20.2" in finding.value and "empty `transformer-engine` meta package" in finding.value
     # On a CPU too, as megatron imports it in every rank.
     (violation,) = gpu.start_violations("cpu", serves=False)
     assert "none starts" in violation and "docs/gpu.md" in violation
@@ -103,17 +103,17 @@ def test_a_flash_attention_that_a_run_asks_for_is_tried_before_it_starts() -> No
 
 
 def test_the_flash_attentions_of_a_machine_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = gpu.check_flash_attention(Devices("2.13.0", "13.0", (H100,)))
-    assert found.ok and found.value == "torch's own" and "stays null" in found.meaning
+    finding = gpu.check_flash_attention(Devices("2.13.0", "13.0", (H100,)))
+    assert finding.ok and finding.value == "torch's own" and "stays null" in finding.meaning
     monkeypatch.setattr(gpu, "try_flash_attention", lambda *impls: dict.fromkeys(impls) | {"FA3": "not installed"})
-    found = gpu.check_flash_attention(Devices("2.13.0", "13.0", (H100,)))
-    assert (found.value, found.meaning) == ("torch's own, FA4", "trainer.flash_attention_impl=FA4 can be set")
+    finding = gpu.check_flash_attention(Devices("2.13.0", "13.0", (H100,)))
+    assert (finding.value, finding.meaning) == ("torch's own, FA4", "trainer.flash_attention_impl=FA4 can be set")
     assert gpu.check_flash_attention(Devices("2.13.0", "13.0", ())).value == "not tried: no GPU"
 
 
 def test_sum_over_processes_is_checked() -> None:
-    found = gpu.check_collective("cpu", num_ranks=2)
-    assert found.ok and found.value.startswith("right on 2 rank(s), ") and found.value.endswith("GB/s")
+    finding = gpu.check_collective("cpu", num_ranks=2)
+    assert finding.ok and finding.value.startswith("right on 2 rank(s), ") and finding.value.endswith("GB/s")
 
 
 def test_memory_handed_to_another_process_is_seen_by_both() -> None:
@@ -125,8 +125,8 @@ def test_program_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
         gpu, "run_probe_program", lambda *arguments, **options: ("", "NCCL error: unhandled system error")
     )
     one = Devices("2.13.0", "13.0", (H100,))
-    for found in (gpu.check_collective("cuda", 8), gpu.check_ipc("cuda"), gpu.check_kernel(one)):
-        assert found.ends_a_run and found.value == "NCCL error: unhandled system error" and found.meaning
+    for finding in (gpu.check_collective("cuda", 8), gpu.check_ipc("cuda"), gpu.check_kernel(one)):
+        assert finding.ends_a_run and finding.value == "NCCL error: unhandled system error" and finding.meaning
 
 
 def test_findings_keep_their_order_and_name_what_ends_a_run() -> None:

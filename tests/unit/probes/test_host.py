@@ -51,8 +51,8 @@ def test_nvcc_of_another_major_version_than_torch_is_refused(empty_path: Path, m
     monkeypatch.setenv("CUDA_HOME", str(empty_path / "cuda"))
     write_program(empty_path / "cuda" / "bin" / "nvcc", "echo 'Cuda compilation tools, release 12.4, V12.4.131'")
     assert host.check_nvcc("12.8").ok
-    found = host.check_nvcc("13.0")
-    assert not found.ok and "torch is built for CUDA 13.0" in found.meaning and found.value.startswith("12.4")
+    finding = host.check_nvcc("13.0")
+    assert not finding.ok and "torch is built for CUDA 13.0" in finding.meaning and finding.value.startswith("12.4")
 
 
 def test_low_limit_of_locked_memory_matters_beside_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,8 +60,8 @@ def test_low_limit_of_locked_memory_matters_beside_infiniband(tmp_path: Path, mo
     monkeypatch.setattr(host.resource, "getrlimit", limits.__getitem__)
     assert host.check_locked_memory(tmp_path).ok
     (tmp_path / "mlx5_0").mkdir()
-    found = host.check_locked_memory(tmp_path)
-    assert not found.ok and found.value == "64 MiB" and "ulimit -l unlimited" in found.meaning
+    finding = host.check_locked_memory(tmp_path)
+    assert not finding.ok and finding.value == "64 MiB" and "ulimit -l unlimited" in finding.meaning
     limits[resource.RLIMIT_MEMLOCK] = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     assert host.check_locked_memory(tmp_path).ok
 
@@ -75,5 +75,5 @@ def test_little_shared_memory_and_none_say_what_to_do(tmp_path: Path, monkeypatc
 def test_few_open_files_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host.check_open_files().ok
     monkeypatch.setattr(host.resource, "getrlimit", lambda limit: (1024, 1024))
-    found = host.check_open_files()
-    assert not found.ok and found.value == "1024" and "LimitNOFILE" in found.meaning
+    finding = host.check_open_files()
+    assert not finding.ok and finding.value == "1024" and "LimitNOFILE" in finding.meaning

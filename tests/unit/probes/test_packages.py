@@ -20,14 +20,14 @@ def install(site: Path, name: str, version: str, *, module: bool) -> Package:
 
 def test_metadata_is_read_and_nothing_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    found = check_installed(install(tmp_path, "probed_whole", "1.0", module=True))
-    assert found.ok and found.value.split() == ["1.0", "installed"]
+    finding = check_installed(install(tmp_path, "probed_whole", "1.0", module=True))
+    assert finding.ok and finding.value.split() == ["1.0", "installed"]
 
 
 def test_metadata_without_its_module_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    found = check_installed(install(tmp_path, "probed_empty", "1.0", module=False))
-    assert found.ends_a_run and "the module probed_empty is not" in found.value
+    finding = check_installed(install(tmp_path, "probed_empty", "1.0", module=False))
+    assert finding.ends_a_run and "the module probed_empty is not" in finding.value
 
 
 def test_version_that_scalerl_does_not_take_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,8 +35,8 @@ def test_version_that_scalerl_does_not_take_is_broken(tmp_path: Path, monkeypatc
     package = install(tmp_path, "probed_old", "0.9", module=True)
     declared = {"probed-old": packages.Requirement("probed-old>=1")}
     monkeypatch.setattr(packages, "declared_requirements", lambda: declared)
-    found = check_installed(package)
-    assert found.ends_a_run and "scalerl needs probed-old>=1" in found.value
+    finding = check_installed(package)
+    assert finding.ends_a_run and "scalerl needs probed-old>=1" in finding.value
 
 
 def test_requirements_are_scalerls_own() -> None:

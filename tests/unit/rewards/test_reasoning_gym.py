@@ -144,20 +144,20 @@ def test_only_known_rules_evaluate_python():
     from scalerl.rewards.reasoning_gym_task import EVALUATES_ANSWERS
 
     root = Path(importlib.util.find_spec("reasoning_gym").submodule_search_locations[0])
-    found = set()
+    calls = set()
     for path in root.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call):
                 called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
                 if called in ("eval", "exec", "compile", "parse_expr", "sympify", "__import__", "system", "Popen"):
-                    found.add((path.stem, called))
-    found = {(stem, called) for stem, called in found if (stem, called) != ("propositional_logic", "parse_expr")}
+                    calls.add((path.stem, called))
+    calls = {(stem, called) for stem, called in calls if (stem, called) != ("propositional_logic", "parse_expr")}
     rules = {(task, "parse_expr") for task in rule.PARSED_AS_PYTHON}
     rules |= {(module.__name__.rpartition(".")[2], "eval") for module in EVALUATES_ANSWERS}
     # They make rows, of what they hold themselves; the rule of bitwise_arithmetic runs a checked part of the entry.
     makers = {("basic_arithmetic", "eval"), ("bitwise_arithmetic", "eval"), ("codeio", "exec")}
     makers |= {("generators_00_49", "eval"), ("generators_50_99", "eval")}
-    assert {item for item in found if item[1] != "compile"} == rules | makers
+    assert {item for item in calls if item[1] != "compile"} == rules | makers
 
 
 @installed
@@ -213,9 +213,9 @@ def test_rows_of_another_origin():
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
-    found = importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == "reasoning_gym" else found(name, *a)
+        importlib.util, "find_spec", lambda name, *a: None if name == "reasoning_gym" else find_spec(name, *a)
     )
     with pytest.raises(RewardError, match=r"pip install 'scalerl\[reasoning-gym\]'"):
         score("chain_sum", "1", entry("1"))

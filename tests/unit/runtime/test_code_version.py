@@ -33,8 +33,8 @@ def test_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     git("commit", "-q", "-m", "first")
     for changed in ("", "+changes"):
         code_version.code_version.cache_clear()
-        found = code_version.code_version()
-        assert found == {"version": scalerl.__version__, "commit": git("rev-parse", "HEAD") + changed}
+        version = code_version.code_version()
+        assert version == {"version": scalerl.__version__, "commit": git("rev-parse", "HEAD") + changed}
         (package / "__init__.py").write_text("# changed")
 
 

@@ -45,12 +45,12 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen]:
 
 
 def test_who_has_it_is_said(holder: subprocess.Popen, tmp_path: Path) -> None:
-    with pytest.raises(DirectoryInUseError) as found, directory_lock(tmp_path, SETTING):
+    with pytest.raises(DirectoryInUseError) as caught, directory_lock(tmp_path, SETTING):
         pass
-    assert str(found.value).startswith(
+    assert str(caught.value).startswith(
         f"{SETTING}: another run is writing there (host {socket.gethostname()}, process {holder.pid}, since 2"
     )
-    assert "Slurm job 4711" in str(found.value)
+    assert "Slurm job 4711" in str(caught.value)
 
 
 def test_a_killed_process_keeps_nobody_out_though_its_child_lives(holder: subprocess.Popen, tmp_path: Path) -> None:

@@ -15,17 +15,17 @@ from scalerl.runtime.process_environment import (
 
 
 def test_workers_on_a_cpu_have_one_thread_and_see_no_gpu() -> None:
-    found = worker_environment("cpu", {"OMP_NUM_THREADS": "8"})
-    assert (found["OMP_NUM_THREADS"], found["CUDA_VISIBLE_DEVICES"]) == ("1", "")
-    assert not found.keys() & WORKERS_ON_GPU.keys()
+    environment = worker_environment("cpu", {"OMP_NUM_THREADS": "8"})
+    assert (environment["OMP_NUM_THREADS"], environment["CUDA_VISIBLE_DEVICES"]) == ("1", "")
+    assert not environment.keys() & WORKERS_ON_GPU.keys()
 
 
 def test_on_a_gpu_the_user_has_the_last_word() -> None:
-    found = worker_environment("cuda", {"NCCL_CUMEM_ENABLE": "1"})
-    assert WORKERS_ON_GPU.keys() - found.keys() == {"NCCL_CUMEM_ENABLE"}
-    assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    environment = worker_environment("cuda", {"NCCL_CUMEM_ENABLE": "1"})
+    assert WORKERS_ON_GPU.keys() - environment.keys() == {"NCCL_CUMEM_ENABLE"}
+    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     # Threads and devices are those that Ray gives a rank.
-    assert not {"OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"} & found.keys()
+    assert not {"OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"} & environment.keys()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

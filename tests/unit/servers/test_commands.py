@@ -253,8 +253,8 @@ def test_the_cpu_shim_is_only_where_a_server_without_a_gpu_is(monkeypatch: pytes
 def test_a_server_without_a_gpu_does_not_import_megatron() -> None:
     program = "try:\n    from megatron.core import parallel_state\nexcept ImportError as error:\n    print(error)"
     env = os.environ | shim_environment()
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=env).stdout
-    assert "a rollout server has no trainer" in found
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=env).stdout
+    assert "a rollout server has no trainer" in output
 
 
 def test_sglang_finds_the_plugin_beside_the_cpu_shim(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,10 +77,10 @@ def control(servers: list[Server]) -> ServerControl:
 
 
 def asked(servers: list[Server]) -> list[list[str]]:
-    found = [list(server.asked) for server in servers]
+    requests = [list(server.asked) for server in servers]
     for server in servers:
         server.asked.clear()
-    return found
+    return requests
 
 
 def test_all_are_asked_at_the_same_time(servers: list[Server], control: ServerControl) -> None:

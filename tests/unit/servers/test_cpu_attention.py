@@ -172,9 +172,9 @@ def test_padding_costs_at_most_what_the_calls_do_and_a_call_has_bounded_keys(seq
 
 def test_the_mask_of_a_long_prompt_after_a_prefix_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_attention, "MAX_MASK_NUMBERS", 1000)
-    found = shapes([300], [40])
-    assert sum(num_queries for _, num_queries, _ in found) == 40
-    assert all(num_queries * num_keys <= 1000 for _, num_queries, num_keys in found)
+    call_shapes = shapes([300], [40])
+    assert sum(num_queries for _, num_queries, _ in call_shapes) == 40
+    assert all(num_queries * num_keys <= 1000 for _, num_queries, num_keys in call_shapes)
     # From its start a prompt needs no mask.
     batch = Batch.random(HEADS_OF_32, [0], [300])
     (call,) = batch.calls()

@@ -39,16 +39,16 @@ PROBES = [0, 5, 8, 56, 83]
 def logits_of(model: PreTrainedModel, places: dict[int, int]) -> dict[int, list[torch.Tensor]]:
     """places: sequence -> row.  -> sequence -> its logits of every step, those of its prompt first."""
     rows = DecodeRows(model, CAPACITY)
-    found: dict[int, list[torch.Tensor]] = {}
+    logits_of_sequence: dict[int, list[torch.Tensor]] = {}
     prefilled = prefill(model, [PROMPTS[sequence] for sequence in places])
     for (sequence, row), of_prompt in zip(places.items(), prefilled, strict=True):
         rows.put([row], of_prompt)
-        found[sequence] = [of_prompt.logits_V.clone()]
+        logits_of_sequence[sequence] = [of_prompt.logits_V.clone()]
     for step in range(NUM_STEPS):
         logits = rows.step({row: TOKENS[sequence][step] for sequence, row in places.items()})
         for sequence, row_logits in zip(places, logits, strict=True):
-            found[sequence].append(row_logits.clone())
-    return found
+            logits_of_sequence[sequence].append(row_logits.clone())
+    return logits_of_sequence
 
 
 def sdpa_by_key_heads(
@@ -104,11 +104,11 @@ def alone(model: PreTrainedModel) -> dict[int, list[torch.Tensor]]:
     return {probe: logits_of(model, {probe: 3 * probe})[probe] for probe in PROBES}
 
 
-def assert_same_bits(found: dict[int, list[torch.Tensor]], expected: dict[int, list[torch.Tensor]]) -> None:
-    shared = found.keys() & expected.keys()
+def assert_same_bits(logits: dict[int, list[torch.Tensor]], expected: dict[int, list[torch.Tensor]]) -> None:
+    shared = logits.keys() & expected.keys()
     assert shared
     for sequence in shared:
-        assert torch.equal(torch.stack(found[sequence]), torch.stack(expected[sequence])), sequence
+        assert torch.equal(torch.stack(logits[sequence]), torch.stack(expected[sequence])), sequence
 
 
 @pytest.mark.parametrize("others", [2, 32, 99, *(pytest.param(number, marks=FULL) for number in (30, 31, 511))])
@@ -140,15 +140,15 @@ def test_attention_of_one_token(num_heads: int, num_key_heads: int, dtype: torch
     lengths = [5, 1, 3]
     hidden = torch.arange(5) >= torch.tensor(lengths)[:, None]
     mask = torch.zeros(3, 5, dtype=dtype).masked_fill_(hidden, -torch.inf)[:, None, None]
-    found = attention_of_one_token(query, key, value, mask, scaling=0.3)
-    assert found.shape == (3, num_heads, 1, 8) and found.dtype == dtype
+    output = attention_of_one_token(query, key, value, mask, scaling=0.3)
+    assert output.shape == (3, num_heads, 1, 8) and output.dtype == dtype
     for row, length in enumerate(lengths):
         for head in range(num_heads):
             of_keys = head * num_key_heads // num_heads
             keys, values = (states[row, of_keys, :length].double() for states in (key, value))
             expected = (keys @ query[row, head, 0].double() * 0.3).softmax(0) @ values
             tolerance = 1e-6 if dtype == torch.float32 else 2e-2
-            torch.testing.assert_close(found[row, head, 0].double(), expected, atol=tolerance, rtol=0)
+            torch.testing.assert_close(output[row, head, 0].double(), expected, atol=tolerance, rtol=0)
 
 
 class _Products(TorchDispatchMode):
@@ -171,23 +171,23 @@ class _Products(TorchDispatchMode):
 
 @torch.inference_mode()
 def test_a_step_over_many_rows_makes_the_products_of_a_step_over_one(model: PreTrainedModel) -> None:
-    found = []
+    shapes = []
     for num_rows in (1, 3 * NUM_ROWS + 1):
         rows = DecodeRows(model, CAPACITY)
         rows.put(range(num_rows), prefill(model, [PROMPTS[5]])[0])
         with _Products() as products:
             rows.step(dict.fromkeys(range(num_rows), 7))
-        found.append(products.shapes)
-    assert found[0]
-    assert found[0] == found[1]
+        shapes.append(products.shapes)
+    assert shapes[0]
+    assert shapes[0] == shapes[1]
 
 
 def test_prompts_that_do_not_fit_into_one_pass_are_computed_in_several(model: PreTrainedModel) -> None:
     prompts = [PROMPTS[number % 100] for number in range(70)]
     assert sum(map(len, prompts)) > PREFILL_TOKENS
     with torch.inference_mode():
-        found = prefill(model, prompts)
-        for prompt, one in list(zip(prompts, found, strict=True))[::9]:
+        prefilled = prefill(model, prompts)
+        for prompt, one in list(zip(prompts, prefilled, strict=True))[::9]:
             (expected,) = prefill(model, [prompt])
             assert torch.equal(one.logits_V, expected.logits_V)
             for layer, expected_layer in zip(one.layers, expected.layers, strict=True):
@@ -197,10 +197,10 @@ def test_prompts_that_do_not_fit_into_one_pass_are_computed_in_several(model: Pr
 @torch.inference_mode()
 def test_logits_are_those_of_one_forward_over_everything(model: PreTrainedModel) -> None:
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 0.5}[model.dtype]
-    found = logits_of(model, {sequence: sequence for sequence in range(NUM_ROWS)})
+    logits = logits_of(model, {sequence: sequence for sequence in range(NUM_ROWS)})
     for sequence in (0, 8, 12):
         expected = model(torch.tensor([PROMPTS[sequence] + TOKENS[sequence]])).logits[0, len(PROMPTS[sequence]) - 1 :]
-        torch.testing.assert_close(torch.stack(found[sequence]), expected, atol=tolerance, rtol=0)
+        torch.testing.assert_close(torch.stack(logits[sequence]), expected, atol=tolerance, rtol=0)
 
 
 @torch.inference_mode()
@@ -259,9 +259,9 @@ def test_a_sliding_window_hides_old_keys(family: str, in_blocks: bool, tmp_path:
     make_tiny_model(tmp_path, family, seed=0, **window)
     model = load(tmp_path, in_blocks=in_blocks)
     assert model.config.sliding_window == 6
-    found = logits_of(model, {12: 0, 13: 5})
+    logits = logits_of(model, {12: 0, 13: 5})
     expected = load(tmp_path, in_blocks=False)(torch.tensor([PROMPTS[12] + TOKENS[12]])).logits[0]
-    torch.testing.assert_close(torch.stack(found[12]), expected[len(PROMPTS[12]) - 1 :], atol=1e-4, rtol=0)
+    torch.testing.assert_close(torch.stack(logits[12]), expected[len(PROMPTS[12]) - 1 :], atol=1e-4, rtol=0)
     model.config.sliding_window = 7
     wider = torch.stack(logits_of(model, {12: 0})[12])
     assert not torch.allclose(wider, expected[len(PROMPTS[12]) - 1 :], atol=1e-3)

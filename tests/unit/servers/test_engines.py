@@ -102,13 +102,13 @@ def test_the_host_of_a_server_asks_it_within_the_configured_time() -> None:
 
 def test_no_other_file_asks_which_engine_it_is() -> None:
     """What differs is a method of `Engine`, or a trait in `ROLLOUT_ENGINES`."""
-    found = [
+    places = [
         f"{path.relative_to(SCALERL)}:{line}"
         for path in SCALERL.rglob("*.py")
         if path != SCALERL / "config" / "rollout_engines.py" and path.parent != SCALERL / "servers" / "engines"
         for line in names_compared(path.read_text(encoding="utf-8"))
     ]
-    assert found == []
+    assert places == []
 
 
 @pytest.mark.parametrize(

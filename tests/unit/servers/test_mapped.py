@@ -59,9 +59,9 @@ def test_the_name_that_sglang_is_given_is_the_loader() -> None:
 
 def test_a_bucket_is_read_where_it_lies() -> None:
     """The real server reads one in tests/ray."""
-    found = loaded(place_of(NAMED, offset=64))
-    assert list(found) == [name for name, _ in NAMED]
-    assert all(found[name].dtype == tensor.dtype and torch.equal(found[name], tensor) for name, tensor in NAMED)
+    tensors = loaded(place_of(NAMED, offset=64))
+    assert list(tensors) == [name for name, _ in NAMED]
+    assert all(tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor) for name, tensor in NAMED)
 
 
 def test_the_text_needs_no_class_that_sglangs_unpickler_refuses() -> None:

@@ -34,16 +34,16 @@ def test_a_bucket_of_any_dtypes_and_shapes_is_packed_without_gaps(content: list[
     layout = [(name, x.dtype, x.shape) for name, x in ordered]
     flat = pack_bytes(ordered)
     assert flat.dtype == torch.uint8 and flat.numel() == num_bytes(layout) == sum(x.nbytes for _, x in named)
-    for (name, found), (_, tensor) in zip(unpack_bytes(flat, layout), ordered, strict=True):
-        assert found.dtype == tensor.dtype and torch.equal(found, tensor), name
+    for (name, unpacked), (_, tensor) in zip(unpack_bytes(flat, layout), ordered, strict=True):
+        assert unpacked.dtype == tensor.dtype and torch.equal(unpacked, tensor), name
 
 
 def test_tensors_of_other_strides_are_packed_by_value() -> None:
     whole = torch.arange(24.0).reshape(4, 6)
     named = [("columns", whole[:, 1:3]), ("transposed", whole.t()), ("reversed rows", whole[[3, 0]])]
     layout = [(name, x.dtype, x.shape) for name, x in named]
-    for (_, found), (_, tensor) in zip(unpack_bytes(pack_bytes(named), layout), named, strict=True):
-        assert torch.equal(found, tensor)
+    for (_, unpacked), (_, tensor) in zip(unpack_bytes(pack_bytes(named), layout), named, strict=True):
+        assert torch.equal(unpacked, tensor)
 
 
 @pytest.mark.parametrize(("url", "family"), [

@@ -137,9 +137,9 @@ def test_the_experts_of_a_layer_are_two_parameters(family: str, order: str) -> N
         expected.add([(name, buffer)])
         buffer.zero_()
     of = lambda expert, part: tensors[f"{prefix}experts.{expert}.{part}.weight"].numpy()  # noqa: E731
-    for rank, found in enumerate(expected.result()):
+    for rank, checksums in enumerate(expected.result()):
         rows, columns = np.s_[32 * rank : 32 * rank + 32], np.s_[:, 32 * rank : 32 * rank + 32]
-        assert found == {
+        assert checksums == {
             prefix + "gate.weight": digest(tensors[prefix + "gate.weight"].numpy()),
             prefix + "experts.w13_weight": digest(
                 np.stack([np.concatenate([of(e, gate)[rows], of(e, up)[rows]]) for e in range(3)])
@@ -170,7 +170,7 @@ def test_a_model_with_latent_attention(q_lora_rank: int | None) -> None:
     expected = ENGINES["sglang"].expected_checksums(LATENT_CONFIG | {"q_lora_rank": q_lora_rank}, 2, torch.bfloat16)
     expected.add(reversed(tensors.items()))
     t = {name: tensor.bfloat16().view(torch.int16).numpy() for name, tensor in tensors.items()}
-    for rank, found in enumerate(expected.result()):
+    for rank, checksums in enumerate(expected.result()):
         half = lambda name, dim=0, rank=rank: np.split(t[name + ".weight"], 2, axis=dim)[rank]  # noqa: E731
         of = lambda name: t[f"{attention}{name}.weight"]  # noqa: E731
         arrays = {
@@ -202,7 +202,7 @@ def test_a_model_with_latent_attention(q_lora_rank: int | None) -> None:
                 attention + "kv_a_proj_with_mqa.weight": of("kv_a_proj_with_mqa"),
                 attention + "q_proj.weight": half(attention + "q_proj"),
             }
-        assert found == {name: digest(array) for name, array in arrays.items()}
+        assert checksums == {name: digest(array) for name, array in arrays.items()}
 
 
 @pytest.mark.parametrize("family", MIXTURE_CONFIG)

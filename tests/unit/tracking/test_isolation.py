@@ -167,16 +167,16 @@ def test_one_that_hangs_in_log_holds_up_neither_steps_nor_the_end(register, tmp_
 
     try:
         in_time(run)
-        found = warnings(caplog)
+        messages = warnings(caplog)
     finally:
         release.set()
     assert steps_in_file(tmp_path) == list(range(20))
     # The file's writes are slow, too, where stall_s=0 is the limit.
-    assert sum("'mine': one write has been going on for" in text for text in found) == 1
-    assert sum("3 writes wait already: it is too slow, or hangs" in text for text in found) == 1
-    assert any("'mine' did not end in time and is left behind" in text for text in found)
+    assert sum("'mine': one write has been going on for" in text for text in messages) == 1
+    assert sum("3 writes wait already: it is too slow, or hangs" in text for text in messages) == 1
+    assert any("'mine' did not end in time and is left behind" in text for text in messages)
     # One is being written, three wait.
-    assert "tracking backend 'mine': 16 of 20 writes were lost in this run" in found
+    assert "tracking backend 'mine': 16 of 20 writes were lost in this run" in messages
 
 
 def test_one_that_hangs_at_close_is_left_behind(register, tmp_path, caplog):
@@ -240,8 +240,10 @@ def test_a_console_that_raises_is_isolated_too(tmp_path, caplog, monkeypatch):
         tracking.log({"train/loss": 1.0}, step)
     tracking.finish()
     assert steps_in_file(tmp_path) == [1, 2]
-    found = warnings(caplog)
-    assert "'console': a write failed" in found[0] and found[1] == "tracking backend 'console': 2 writes were lost"
+    messages = warnings(caplog)
+    assert (
+        "'console': a write failed" in messages[0] and messages[1] == "tracking backend 'console': 2 writes were lost"
+    )
 
 
 def test_a_process_ends_although_a_backend_hangs(tmp_path):

@@ -46,8 +46,8 @@ def client(run_dir: Path) -> MlflowClient:
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    found = [record for record in caplog.records if record.name.startswith("scalerl")]
-    return [record.getMessage() for record in found if record.levelno >= logging.WARNING]
+    records = [record for record in caplog.records if record.name.startswith("scalerl")]
+    return [record.getMessage() for record in records if record.levelno >= logging.WARNING]
 
 
 def history(run_dir: Path, run_id: str, key: str = "x") -> list[tuple[int, float]]:
@@ -201,9 +201,9 @@ def test_a_record_that_never_gets_through_is_given_up_after_some_attempts(run_di
     tracking.log_artifact(run_dir / "a.txt")
     tracking.log({"x": 2}, 2)
     tracking.finish()
-    found = warnings(caplog)
-    assert "did not take a record, training continues" in found[0] and "mlartifacts" in found[0]
-    assert "mlflow: a record was refused" in found[1]
+    messages = warnings(caplog)
+    assert "did not take a record, training continues" in messages[0] and "mlartifacts" in messages[0]
+    assert "mlflow: a record was refused" in messages[1]
     assert history(run_dir, tracking.run_id) == [(1, 1.0), (2, 2.0)]
     assert client(run_dir).get_run(tracking.run_id).info.status == "FINISHED"
     assert not (run_dir / "mlflow_spool" / tracking.run_id).exists()

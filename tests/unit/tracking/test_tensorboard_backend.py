@@ -47,8 +47,8 @@ def test_a_table_of_samples_has_all_of_its_columns(tmp_path):
     table = generations_table(columns, [("1+1=", "2", "2"), ("x\ny", "<3", "7")])
     with Tracking("p", "e", "tensorboard", run_dir=tmp_path) as tracking:
         tracking.log_table("val/generations", *table, 4)
-    (found,) = read(tmp_path).Tensors("val/generations")
-    assert found.tensor_proto.string_val[0].decode().splitlines() == [
+    (event,) = read(tmp_path).Tensors("val/generations")
+    assert event.tensor_proto.string_val[0].decode().splitlines() == [
         "| prompt | response | ground_truth | score | data_source | acc | pred |",
         "| --- | --- | --- | --- | --- | --- | --- |",
         "| 1+1= | 2 | 2 | 1.0 | gsm8k | 1.0 |  |",
