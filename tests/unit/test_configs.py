@@ -83,20 +83,20 @@ QUICK = ("qwen3-8b", "qwen3-0.6b", "qwen3-30b-a3b")
 
 def names_of_transformers(name: str) -> dict[str, tuple[int, ...]]:
     """Tensors as the files on the hub have them: transformers holds experts in one tensor, files one by one."""
-    found = {}
+    shapes = {}
     model = meta_model(name)
     for key, tensor in model.state_dict().items():
         if key.endswith(".experts.gate_up_proj"):
             for expert, joined in enumerate(tensor):
                 for part in ("gate_proj", "up_proj"):
                     own = f"{key.removesuffix('gate_up_proj')}{expert}.{part}.weight"
-                    found[own] = (joined.shape[0] // 2, joined.shape[1])
+                    shapes[own] = (joined.shape[0] // 2, joined.shape[1])
         elif key.endswith(".experts.down_proj"):
             for expert, down in enumerate(tensor):
-                found[f"{key.removesuffix('down_proj')}{expert}.down_proj.weight"] = tuple(down.shape)
+                shapes[f"{key.removesuffix('down_proj')}{expert}.down_proj.weight"] = tuple(down.shape)
         elif key != "lm_head.weight" or not model.config.tie_word_embeddings:
-            found[key] = tuple(tensor.shape)
-    return found
+            shapes[key] = tuple(tensor.shape)
+    return shapes
 
 
 @pytest.mark.parametrize("name", mostly_full(sorted(CONFIGS), lambda name: name in QUICK))

@@ -100,8 +100,10 @@ def test_command_reports_a_broken_torch(tmp_path: Path) -> None:
 
 def test_a_gpu_that_torch_does_not_see_is_a_warning() -> None:
     device = NvidiaDevice("535.104.05", ("/dev/nvidia0",))
-    found = describe_platform(Devices("2.13.0", "13.0", ()), device)
-    assert found.startswith("WARNING") and all(part in found for part in ("535.104.05", "CUDA 13.0", "/dev/nvidia0"))
+    description = describe_platform(Devices("2.13.0", "13.0", ()), device)
+    assert description.startswith("WARNING") and all(
+        part in description for part in ("535.104.05", "CUDA 13.0", "/dev/nvidia0")
+    )
     assert describe_platform(Devices("2.13.0+cpu", None, ()), None).startswith("on: no GPU")
     assert describe_platform(Devices("2.13.0", "13.0", (("H200", 1),)), device) == "off: CUDA 13.0 is used"
 

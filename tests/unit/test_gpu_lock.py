@@ -34,15 +34,15 @@ MACHINE = {"sys_platform": "linux", "platform_machine": "x86_64", "platform_syst
 
 def unmet(requirements: list[str]) -> list[str]:
     """Those that the lock has no version of, or another one."""
-    found = []
+    unsatisfied = []
     for requirement in map(Requirement, requirements):
         name = LOCK.name_of(requirement.name)
         applies = requirement.marker is None or requirement.marker.evaluate(MACHINE)
         if not applies or name in LOCK.LEFT_OUT:
             continue
         if name not in PINS or not requirement.specifier.contains(PINS[name], prereleases=True):
-            found.append(f"{requirement} (locked: {PINS.get(name)})")
-    return found
+            unsatisfied.append(f"{requirement} (locked: {PINS.get(name)})")
+    return unsatisfied
 
 
 def test_lock_has_what_is_asked_for() -> None:

@@ -81,7 +81,7 @@ def module_of(path: Path, root: Path) -> str:
 
 
 def violations(root: Path) -> list[str]:
-    found = []
+    messages = []
     for path in sorted(root.rglob("*.py")):
         module = module_of(path, root)
         if module == "__init__":
@@ -89,11 +89,11 @@ def violations(root: Path) -> list[str]:
         elif module in LAYER:
             module_layer = LAYER[module]
         else:
-            found.append(f"{path.relative_to(root)}: {module} has no place in the map")
+            messages.append(f"{path.relative_to(root)}: {module} has no place in the map")
             continue
         for line, name in imports(path):
-            found += (f"{path.relative_to(root)}:{line}: {text}" for text in breaches(module, module_layer, name))
-    return found + needs_what_it_must_not(root)
+            messages += (f"{path.relative_to(root)}:{line}: {text}" for text in breaches(module, module_layer, name))
+    return messages + needs_what_it_must_not(root)
 
 
 def breaches(module: str, layer: int, name: str) -> Iterator[str]:
@@ -114,15 +114,15 @@ def needs_what_it_must_not(root: Path) -> list[str]:
         names = (name.split(".") for _, name in imports(path))
         tops = {parts[1] if parts[0] == "scalerl" and len(parts) > 1 else parts[0] for parts in names}
         direct.setdefault(module_of(path, root), set()).update(tops)
-    found = []
+    messages = []
     for module, refused in WITHOUT.items():
         needed, front = set(), [module]
         while front:
             fresh = direct.get(front.pop(), set()) - needed
             needed |= fresh
             front += [name for name in fresh if name in LAYER]
-        found += [f"{module} needs {package}, through what it imports" for package in sorted(needed & refused)]
-    return found
+        messages += [f"{module} needs {package}, through what it imports" for package in sorted(needed & refused)]
+    return messages
 
 
 def test_imports_keep_to_the_map():

@@ -39,8 +39,8 @@ def tool(root: Path, name: str, says: str, code: int = 0) -> Path:
 @pytest.mark.parametrize("name", ["dev/nvidia0", "usr/bin/nvidia-smi", "usr/lib/wsl/lib/nvidia-smi"])
 def test_one_sign_is_enough(tmp_path: Path, name: str) -> None:
     path = tool(tmp_path, name, "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)")
-    found = find_nvidia_device(tmp_path)
-    assert found is not None and found.signs == (str(path),) and found.driver is None
+    device = find_nvidia_device(tmp_path)
+    assert device is not None and device.signs == (str(path),) and device.driver is None
 
 
 @pytest.mark.parametrize(
@@ -67,17 +67,17 @@ def test_a_driver_with_a_device_that_is_kept_from_this_process(tmp_path: Path) -
     """As in a container without access to the GPUs: a run on the CPU there would be a mistake."""
     path = write(tmp_path, "proc/driver/nvidia/version", OPEN)
     write(tmp_path, "proc/driver/nvidia/gpus/0000:3b:00.0/information")
-    found = find_nvidia_device(tmp_path)
-    assert found is not None and found.signs == (str(path),)
+    device = find_nvidia_device(tmp_path)
+    assert device is not None and device.signs == (str(path),)
 
 
 @pytest.mark.parametrize(("text", "driver"), [(OPEN, "570.124.06"), (CLOSED, "535.104.05"), ("something else\n", None)])
 def test_the_driver(tmp_path: Path, text: str, driver: str | None) -> None:
     path = write(tmp_path, "proc/driver/nvidia/version", text)
     write(tmp_path, "dev/nvidia10")
-    found = find_nvidia_device(tmp_path)
-    assert found is not None and found.driver == driver
-    assert found.signs == (str(tmp_path / "dev/nvidia10"), str(path))
+    device = find_nvidia_device(tmp_path)
+    assert device is not None and device.driver == driver
+    assert device.signs == (str(tmp_path / "dev/nvidia10"), str(path))
 
 
 def test_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,9 +84,9 @@ def shared_names(root: Path, kind: str) -> dict[str, list[str]]:
     ("kind", "allowed"), [("class", SHARED), ("function", SHARED_FUNCTIONS), ("module", SHARED_STEMS)]
 )
 def test_no_two_things_have_one_name(kind: str, allowed: dict[str, str]) -> None:
-    found = shared_names(ROOT, kind)
-    assert {name: paths for name, paths in found.items() if name not in allowed} == {}
-    assert set(allowed) <= set(found), "an exception that is none any more"
+    paths_of_name = shared_names(ROOT, kind)
+    assert {name: paths for name, paths in paths_of_name.items() if name not in allowed} == {}
+    assert set(allowed) <= set(paths_of_name), "an exception that is none any more"
 
 
 @pytest.mark.parametrize(

@@ -55,14 +55,14 @@ def make_torch(project: Path, target: str, *variables: str) -> tuple[int, str, l
     done = subprocess.run(
         ["make", "torch", *variables], cwd=project, env=environment, capture_output=True, text=True, timeout=120
     )
-    found = sorted(path.name for path in (project / target).glob("torch-*.dist-info"))
-    return done.returncode, done.stderr, found
+    installed = sorted(path.name for path in (project / target).glob("torch-*.dist-info"))
+    return done.returncode, done.stderr, installed
 
 
 def test_a_cuda_build_is_not_installed_unasked(project: Path) -> None:
     wheel(project, CUDA)
-    code, error, found = make_torch(project, "unasked")
-    assert (code, found) == (2, [])
+    code, error, installed = make_torch(project, "unasked")
+    assert (code, installed) == (2, [])
     assert "make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu" in error
     assert "make setup TORCH=torch==2.13.0" in error
     # Asked for, it is; and the CPU build where there are both.

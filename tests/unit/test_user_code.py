@@ -83,8 +83,8 @@ def refused(*files: str) -> str:
 
 def test_what_a_file_registers_is_known_by_name(write):
     import_files([write("own.py", ESTIMATOR)])
-    found = get_adv_estimator("own")(torch.tensor([1.0, 2.0]), None, AlgorithmConfig())
-    assert found.tolist() == [2.0, 4.0]
+    own_advantages = get_adv_estimator("own")(torch.tensor([1.0, 2.0]), None, AlgorithmConfig())
+    assert own_advantages.tolist() == [2.0, 4.0]
 
 
 def test_a_file_runs_once_in_a_process_whoever_names_it(write, tmp_path):

@@ -134,17 +134,17 @@ def test_the_end_says_that_nothing_was_saved(tmp_path: Path, model: Path, save_f
 
 def test_a_fresh_start(tmp_path: Path) -> None:
     for mode in ("auto", "disable"):
-        found = find(tmp_path / "nothing", mode)
-        assert (found.directory, found.state, found.step) == (None, {}, 0)
+        resume_point = find(tmp_path / "nothing", mode)
+        assert (resume_point.directory, resume_point.state, resume_point.step) == (None, {}, 0)
 
 
 def test_auto_takes_the_newest(tmp_path: Path, model: Path) -> None:
     save(tmp_path, 9, model)
     newest = save(tmp_path, 10, model)
-    found = find(tmp_path)
-    assert found.directory == newest and found.step == 10
-    assert found.state["prompts"] == {"position": 10}
-    assert (found.directory / "actor" / "weights").read_text() == "10"
+    resume_point = find(tmp_path)
+    assert resume_point.directory == newest and resume_point.step == 10
+    assert resume_point.state["prompts"] == {"position": 10}
+    assert (resume_point.directory / "actor" / "weights").read_text() == "10"
 
 
 def test_disable_ignores_what_is_there(tmp_path: Path, model: Path) -> None:
@@ -163,8 +163,8 @@ def test_half_a_checkpoint_is_passed_over(tmp_path: Path, model: Path) -> None:
 def test_resume_path_goes_where_it_is_told(tmp_path: Path, model: Path) -> None:
     wanted = save(tmp_path, 1, model)
     save(tmp_path, 2, model)
-    found = find(tmp_path, "resume_path", wanted)
-    assert found.directory == wanted and found.step == 1
+    resume_point = find(tmp_path, "resume_path", wanted)
+    assert resume_point.directory == wanted and resume_point.step == 1
 
 
 @pytest.mark.parametrize("what", ["missing", "half"])

@@ -21,7 +21,7 @@ def problems(kind: str, *overrides: str) -> list[str]:
 def test_all_that_can_be_looked_up_comes_with_a_key_that_does_not_exist(tmp_path: Path) -> None:
     taken = tmp_path / "file"
     taken.write_text("")
-    found = problems(
+    messages = problems(
         "ppo",
         "trainer.nosuch=1",
         "trainer.nnodes=0",
@@ -43,8 +43,8 @@ def test_all_that_can_be_looked_up_comes_with_a_key_that_does_not_exist(tmp_path
         ".*nosuch_field",
         f"trainer.default_local_dir = {taken}: it or a part of its path is a file",
     ]
-    assert len(found) == len(patterns), found
-    for text, pattern in zip(found, patterns, strict=True):
+    assert len(messages) == len(patterns), messages
+    for text, pattern in zip(messages, patterns, strict=True):
         assert re.match(pattern, text, re.DOTALL), (pattern, text)
 
 
@@ -57,16 +57,18 @@ def test_names_that_files_of_the_users_own_register_are_known_then(tmp_path: Pat
     keys = ("trainer.nosuch=1", f"trainer.import_files=[{own}]", f"data.train_files={own}.parquet")
     forget_files()
     try:
-        found = problems("ppo", *keys, "reward_model.reward_manager=mine", "algorithm.adv_estimator=grop")
+        messages = problems("ppo", *keys, "reward_model.reward_manager=mine", "algorithm.adv_estimator=grop")
     finally:
         forget_files()
-    assert not any("reward_manager" in text for text in found)
-    assert sum("grop" in text for text in found) == 1 and sum("own.py.parquet" in text for text in found) == 1
+    assert not any("reward_manager" in text for text in messages)
+    assert sum("grop" in text for text in messages) == 1 and sum("own.py.parquet" in text for text in messages) == 1
 
 
 def test_what_is_not_set_or_may_be_fetched_is_not_looked_for(tmp_path: Path) -> None:
     """A model on the hub and data behind a URL wait for a configuration without mistakes."""
-    found = problems("sft", "trainer.nosuch=1", "model.path=Qwen/Qwen3-0.6B", "data.train_files=s3://bucket/a.parquet")
-    assert len(found) == 1 and found[0].startswith("trainer.nosuch")
+    messages = problems(
+        "sft", "trainer.nosuch=1", "model.path=Qwen/Qwen3-0.6B", "data.train_files=s3://bucket/a.parquet"
+    )
+    assert len(messages) == 1 and messages[0].startswith("trainer.nosuch")
     missing = problems("sft", "trainer.nosuch=1")
     assert [text.split(":")[0] for text in missing] == ["trainer.nosuch", "data.train_files", "model.path"]

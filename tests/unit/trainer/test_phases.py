@@ -51,8 +51,8 @@ def loop_of(code: str) -> list[ast.AST]:
 @pytest.mark.parametrize("module", [ppo, sft], ids=["ppo", "sft"])
 def test_nothing_but_trifles_is_outside_the_parts(module: ModuleType) -> None:
     body = loop_of(inspect.getsource(module))
-    found = [name for node in body for name in untimed_calls(node)]
-    assert set(found) <= TRIFLES
+    untimed = [name for node in body for name in untimed_calls(node)]
+    assert set(untimed) <= TRIFLES
     assert sum(is_part(node) for part in body for node in ast.walk(part)) >= 4
 
 

@@ -79,8 +79,8 @@ def config(directory: Path, family: str, rollout: str, verify_weights_every: int
 def violation(directory: Path, *arguments: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         check_ppo(config(directory, *arguments))
-    (found,) = caught.value.violations
-    return found
+    (message,) = caught.value.violations
+    return message
 
 
 def test_checksums_of_sglang_are_refused_where_they_are_not_known(directory: Path) -> None:
@@ -90,13 +90,13 @@ def test_checksums_of_sglang_are_refused_where_they_are_not_known(directory: Pat
         ("mixtral", "dp_size=2"),
     )
     for family, own in moves:
-        found = violation(directory, family, "sglang", 2, f"+actor_rollout_ref.rollout.engine_kwargs.sglang.{own}")
-        assert found.startswith(f"{VERIFY} = 2: ") and f"engine_kwargs.sglang.{own.partition('=')[0]}," in found
+        message = violation(directory, family, "sglang", 2, f"+actor_rollout_ref.rollout.engine_kwargs.sglang.{own}")
+        assert message.startswith(f"{VERIFY} = 2: ") and f"engine_kwargs.sglang.{own.partition('=')[0]}," in message
 
 
 def test_dense_layers_that_sglang_would_not_see_are_refused(directory: Path) -> None:
-    found = violation(directory, "with_dense_layers", "sglang", 0)
-    assert found.startswith("actor_rollout_ref.rollout.name = sglang: ") and "in layers 1 (mlp_only_layers" in found
+    message = violation(directory, "with_dense_layers", "sglang", 0)
+    assert message.startswith("actor_rollout_ref.rollout.name = sglang: ") and "in layers 1 (mlp_only_layers" in message
     assert check_ppo(config(directory, "with_dense_layers", "embedded", 1)) is not None
 
 
@@ -178,15 +178,17 @@ def test_a_judge_that_cannot_judge_is_refused(directory: Path, tmp_path: Path) -
 def test_a_judge_or_reward_model_without_a_prompt_to_score_is_refused(directory: Path, tmp_path: Path) -> None:
     judge, model = "reward_model.judge", "reward_model"
     on = [f"{judge}.enable=true", f"{judge}.model.path={directory / 'qwen3'}", f"{judge}.resource_pool.nnodes=1"]
-    found = violation(directory, "qwen3", "embedded", 0, *on, f"{judge}.max_prompt_length=1000")
-    assert found.startswith(f"{judge}.enable = true: no prompt of data.train_files and data.val_files has reward_model")
-    assert "'judge'" in found and "(their styles: rule)" in found
+    message = violation(directory, "qwen3", "embedded", 0, *on, f"{judge}.max_prompt_length=1000")
+    assert message.startswith(
+        f"{judge}.enable = true: no prompt of data.train_files and data.val_files has reward_model"
+    )
+    assert "'judge'" in message and "(their styles: rule)" in message
     on = [f"{model}.enable=true", f"{model}.model.path={directory / 'qwen3'}"]
     rows = rows_of(tmp_path / "rows.parquet", "rule", "judge", "other", "rule")
     with pytest.raises(ConfigError) as caught:
         check_ppo(config(directory, "qwen3", "embedded", 0, *on, *rows))
-    (found,) = [one for one in caught.value.violations if one.startswith(f"{model}.enable = true")]
-    assert "'model'" in found and "(their styles: judge, other, rule)" in found
+    (message,) = [one for one in caught.value.violations if one.startswith(f"{model}.enable = true")]
+    assert "'model'" in message and "(their styles: judge, other, rule)" in message
 
 
 def violations(cfg: PPOConfig) -> list[str]:
@@ -201,9 +203,9 @@ TP_SIZE = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 def test_more_ranks_of_a_server_than_heads_that_its_checksums_know(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (found,) = violations(config(directory, "qwen3", "sglang", 10, f"{TP_SIZE}=4"))
-    assert found.startswith(f"{TP_SIZE} = 4: the checksums of an SGLang server on a CPU are not known")
-    assert "2 key/value heads; set one of 1, 2, or " in found and f"{VERIFY}=0" in found
+    (message,) = violations(config(directory, "qwen3", "sglang", 10, f"{TP_SIZE}=4"))
+    assert message.startswith(f"{TP_SIZE} = 4: the checksums of an SGLang server on a CPU are not known")
+    assert "2 key/value heads; set one of 1, 2, or " in message and f"{VERIFY}=0" in message
     assert check_ppo(config(directory, "qwen3", "sglang", 10, f"{TP_SIZE}=2")) is not None
     assert check_ppo(config(directory, "qwen3", "sglang", 0, f"{TP_SIZE}=4")) is not None
     # On a GPU heads are repeated, and the checksums know how.
@@ -220,8 +222,8 @@ def test_a_run_that_does_not_fit_its_devices_is_refused(
 ) -> None:
     """A device whose memory is in the configuration stands for one that reports it."""
     memory = "trainer.device_memory"
-    (found,) = violations(config(directory, "qwen3", "sglang", 10, f"{memory}=1MB"))
-    assert found.startswith(f"{memory} = 0.0 GiB a device: the run does not fit") and "trainer: " in found
+    (message,) = violations(config(directory, "qwen3", "sglang", 10, f"{memory}=1MB"))
+    assert message.startswith(f"{memory} = 0.0 GiB a device: the run does not fit") and "trainer: " in message
     fitting = check_ppo(config(directory, "qwen3", "sglang", 10, f"{memory}=1GB"))
     assert fitting.memory is not None and fitting.memory.memory_bytes == 10**9
     with pytest.raises(ConfigError, match="does not fit"):
@@ -248,17 +250,17 @@ def test_the_ranks_of_a_judges_server_cut_its_heads(directory: Path, tmp_path: P
         *rows_of(tmp_path / "rows.parquet", "judge", "judge", "judge", "judge"),
     ]
     assert check_ppo(config(directory, "qwen3", "embedded", 0, *on, f"{judge}.tensor_model_parallel_size=4"))
-    (found,) = violations(config(directory, "qwen3", "embedded", 0, *on, f"{judge}.tensor_model_parallel_size=8"))
+    (message,) = violations(config(directory, "qwen3", "embedded", 0, *on, f"{judge}.tensor_model_parallel_size=8"))
     assert (
-        found
+        message
         == f"{judge}.tensor_model_parallel_size = 8: must divide the model's 4 attention heads; set one of 1, 2, 4"
     )
 
 
 def test_fewer_prompts_than_a_step_takes_are_refused(directory: Path, tmp_path: Path) -> None:
     cfg = config(directory, "qwen3", "embedded", 0, *rows_of(tmp_path / "rows.parquet", "rule", "rule", "rule"))
-    (found,) = violations(cfg)
-    assert found.startswith("data.train_batch_size = 4: data.train_files give 3 prompts")
+    (message,) = violations(cfg)
+    assert message.startswith("data.train_batch_size = 4: data.train_files give 3 prompts")
     cfg.trainer.val_only = True
     assert check_ppo(cfg) is not None
 
@@ -277,9 +279,9 @@ def test_a_tokenizer_with_more_words_than_its_model(directory: Path, tmp_path: P
     kl = "actor_rollout_ref.actor.use_kl_loss=true"
     for more in ([], [kl]):
         cfg = config(directory, "qwen3", "embedded", 0, f"actor_rollout_ref.model.path={model}", *more)
-        (found,) = violations(cfg)
-        assert found.startswith(f"actor_rollout_ref.model.path = {model}: its tokenizer goes up to token 513")
-        assert "the model has a vocabulary of 512 tokens" in found and "no embedding for the last 2" in found
+        (message,) = violations(cfg)
+        assert message.startswith(f"actor_rollout_ref.model.path = {model}: its tokenizer goes up to token 513")
+        assert "the model has a vocabulary of 512 tokens" in message and "no embedding for the last 2" in message
     # Another reference of the same number of words, whatever its own tokenizer has.
     cfg.actor_rollout_ref.ref.model_path = str(directory / "qwen3")
     _, of_ref = violations(cfg)

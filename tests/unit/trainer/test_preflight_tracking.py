@@ -15,5 +15,5 @@ def test_a_tracking_backend_that_is_not_installed_is_refused_before_anything_sta
     cfg = compose("ppo", ["+recipe=[grpo,cpu]", *missing, model, "trainer.logger=[console,swanlab]"])
     with pytest.raises(ConfigError) as caught:
         check_ppo(cfg)
-    found = [text for text in caught.value.violations if "swanlab" in text]
-    assert len(found) == 1 and "pip install 'scalerl[swanlab]'" in found[0]
+    messages = [text for text in caught.value.violations if "swanlab" in text]
+    assert len(messages) == 1 and "pip install 'scalerl[swanlab]'" in messages[0]

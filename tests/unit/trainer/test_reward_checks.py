@@ -79,10 +79,10 @@ def run(tmp_path: Path, model: Path) -> Run:
 def test_a_data_source_without_a_rule(run: Run) -> None:
     known = row("openai/gsm8k")
     assert run.check([known] * 2, [known], None) == []
-    (found,) = run.check([known, known, row("sums")], [known], None)
-    assert "train prompt 2" in found and "no reward rule for data_source 'sums'" in found
-    (found,) = run.check([known] * 2, [known, row("sums")], None)
-    assert "val prompt 1" in found and "no reward rule for data_source 'sums'" in found
+    (violation,) = run.check([known, known, row("sums")], [known], None)
+    assert "train prompt 2" in violation and "no reward rule for data_source 'sums'" in violation
+    (violation,) = run.check([known] * 2, [known, row("sums")], None)
+    assert "val prompt 1" in violation and "no reward rule for data_source 'sums'" in violation
 
 
 @pytest.mark.parametrize(
@@ -97,16 +97,16 @@ def test_a_data_source_without_a_rule(run: Run) -> None:
 )
 @pytest.mark.parametrize("manager", ["naive", "dapo"])
 def test_a_reward_that_fails(run: Run, body: str, cause: str, manager: str) -> None:
-    found = run.check([row("a")] * 2, [row("a")], body, f"reward_model.reward_manager={manager}")
-    assert len(found) == 2, "train and val"
-    for text in found:
+    violations = run.check([row("a")] * 2, [row("a")], body, f"reward_model.reward_manager={manager}")
+    assert len(violations) == 2, "train and val"
+    for text in violations:
         assert cause in text and "reward_model.on_error=zero" in text and repr(TRIAL_RESPONSE) in text
 
 
 def test_a_reward_that_takes_too_long(run: Run) -> None:
     body = "import threading; threading.Event().wait(30)"
-    found = run.check([row("a")] * 2, [row("a")], body, "reward_model.timeout_s=0.2")
-    assert "no result after reward_model.timeout_s=0.2 s" in found[0]
+    violations = run.check([row("a")] * 2, [row("a")], body, "reward_model.timeout_s=0.2")
+    assert "no result after reward_model.timeout_s=0.2 s" in violations[0]
 
 
 def test_each_data_source_is_scored_once_with_its_own_row(run: Run) -> None:
@@ -135,19 +135,19 @@ def test_rows_of_a_judge_or_reward_model_are_left_to_it(run: Run, model: Path) -
     ]
     rows = [row("a", RULE | {"style": "judge"})] * 2
     assert run.check(rows, rows, "return 1 / 0", *on) == []
-    (found,) = run.check([*rows, row("a")], rows, "return 1 / 0", *on)
-    assert "train prompt 2" in found and "ZeroDivisionError" in found
+    (violation,) = run.check([*rows, row("a")], rows, "return 1 / 0", *on)
+    assert "train prompt 2" in violation and "ZeroDivisionError" in violation
 
 
 def test_many_failures_are_counted(run: Run) -> None:
     rows = [row(f"source_{number}") for number in range(9)]
-    found = run.check(rows, rows[:1], None)
-    assert len(found) == 4 and found[-1].startswith("10 of 10 trial scores failed")
+    violations = run.check(rows, rows[:1], None)
+    assert len(violations) == 4 and violations[-1].startswith("10 of 10 trial scores failed")
 
 
 def test_the_batch_manager(run: Run) -> None:
     path = run.directory / "batch.py"
     path.write_text("def scores(data_sources, solution_strs, ground_truths, extra_infos):\n    return [None] * 9\n")
     own = [f"custom_reward_function.path={path}", "custom_reward_function.name=scores"]
-    found = run.check([row("a")] * 2, [row("b")], None, *own, "reward_model.reward_manager=batch")
-    assert len(found) == 2 and "list of 9 for 2 samples" in found[0]
+    violations = run.check([row("a")] * 2, [row("b")], None, *own, "reward_model.reward_manager=batch")
+    assert len(violations) == 2 and "list of 9 for 2 samples" in violations[0]

@@ -26,8 +26,8 @@ def test_a_run_is_described_by_model_data_algorithm_and_devices() -> None:
         ],
         rules=False,
     )
-    found = describe(cfg, "cuda")
-    assert found.tags == {
+    description = describe(cfg, "cuda")
+    assert description.tags == {
         "algorithm": "grpo, loss gspo",
         "model": "Qwen3-8B",
         "data": "gsm8k/train.parquet, math/train.parquet",
@@ -35,8 +35,8 @@ def test_a_run_is_described_by_model_data_algorithm_and_devices() -> None:
         "sampler": "sglang",
         "scalerl": __version__,
     }
-    assert found.datasets["validation"] == ["/d/gsm8k/test.parquet"]
-    assert found.text.splitlines() == [
+    assert description.datasets["validation"] == ["/d/gsm8k/test.parquet"]
+    assert description.text.splitlines() == [
         "- **model**: `/models/Qwen3-8B`",
         "- **data**: `/d/gsm8k/train.parquet`, `/d/math/train.parquet`",
         "- **validation**: `/d/gsm8k/test.parquet`",
@@ -47,9 +47,11 @@ def test_a_run_is_described_by_model_data_algorithm_and_devices() -> None:
 
 def test_supervised_fine_tuning_is_described_too() -> None:
     cfg = compose("sft", ["data.train_files=chats.jsonl", "model.path=m", "trainer.n_gpus_per_node=1"], rules=False)
-    found = describe(cfg, "cpu")
-    assert (found.tags["algorithm"], found.tags["devices"]) == ("sft", "1 x CPU process")
-    assert found.datasets == {"training": ["chats.jsonl"], "validation": []} and "validation" not in found.text
+    description = describe(cfg, "cpu")
+    assert (description.tags["algorithm"], description.tags["devices"]) == ("sft", "1 x CPU process")
+    assert (
+        description.datasets == {"training": ["chats.jsonl"], "validation": []} and "validation" not in description.text
+    )
 
 
 def test_a_table_has_a_column_for_each_extra() -> None:

@@ -204,8 +204,8 @@ def test_few_groups_that_differ_are_filled_up_and_the_run_goes_on() -> None:
         assert len(uids) == 4 and metrics["training/filled_groups"].value == 4 - len(differ)
         # Nobody who differs is left out for one who does not.
         asked = [group.uid for groups in stream.rollout.begun for group in groups if group.step == step]
-        found = [batch for batch in stream.rollout.batches.values() if set(batch["uid"].tolist()) <= set(asked)]
-        assert sum(len(kept_uids(batch, stream.keep)) for batch in found) == len(differ)
+        batches = [batch for batch in stream.rollout.batches.values() if set(batch["uid"].tolist()) <= set(asked)]
+        assert sum(len(kept_uids(batch, stream.keep)) for batch in batches) == len(differ)
         stream.trained()
         num_filled += 4 - len(differ)
     totals = stream.ledger.totals()

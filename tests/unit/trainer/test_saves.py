@@ -106,12 +106,12 @@ def test_a_save_is_committed_while_the_run_goes_on(tmp_path: Path, ranks: Ranks)
     ranks.go.set()
     # Without a call of the loop's.
     wait_until(lambda: (tmp_path / "latest_checkpointed_iteration.txt").exists())
-    found = checkpoints.find_resume_point(str(tmp_path), "auto", None)
-    assert found.state == {"prompts": {"position": 1}, "step": 1, "code": code_version()}
-    assert found.directory is not None and (found.directory / "actor" / "weights").read_text() == "first"
-    assert (found.directory / "actor" / "huggingface" / "config.json").is_file()
+    resume_point = checkpoints.find_resume_point(str(tmp_path), "auto", None)
+    assert resume_point.state == {"prompts": {"position": 1}, "step": 1, "code": code_version()}
+    assert resume_point.directory is not None and (resume_point.directory / "actor" / "weights").read_text() == "first"
+    assert (resume_point.directory / "actor" / "huggingface" / "config.json").is_file()
     wait_until(lambda: "checkpoint/background_s" in kept.news()[0])
-    assert kept.latest == found.directory
+    assert kept.latest == resume_point.directory
 
 
 def test_the_next_save_waits_for_the_one_before(tmp_path: Path, ranks: Ranks) -> None:
@@ -299,8 +299,8 @@ def test_what_nobody_committed_is_committed_at_the_end_but_not_after_an_error(
             raise error
     last = 2 if error is None or own_loop else 1
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(last)
-    found = checkpoints.find_resume_point(str(tmp_path), "auto", None)
-    assert found.directory == kept.latest == tmp_path / f"global_step_{last}"
+    resume_point = checkpoints.find_resume_point(str(tmp_path), "auto", None)
+    assert resume_point.directory == kept.latest == tmp_path / f"global_step_{last}"
 
 
 def test_a_save_that_was_given_up_becomes_no_checkpoint(
@@ -460,17 +460,17 @@ def test_a_run_whose_directory_is_gone_goes_on_from_the_copy(
     # A dry run fetches nothing.
     assert checkpoints.find_resume_point(str(root), "auto", None, digests=False, mirror=url).directory is None
     assert checkpoints.find_resume_point(str(root), "disable", None, mirror=url).directory is None
-    found = checkpoints.find_resume_point(str(root), "auto", None, mirror=url)
-    assert found.directory == root / "global_step_3" and found.step == 3
+    resume_point = checkpoints.find_resume_point(str(root), "auto", None, mirror=url)
+    assert resume_point.directory == root / "global_step_3" and resume_point.step == 3
     resumed = begun(root)
-    resumed.latest = found.directory
+    resumed.latest = resume_point.directory
     assert resumed.has(3) and not resumed.has(4)
     # Where what is here is damaged, too.
     (root / "global_step_3" / "actor" / "weights").write_text("other")
     with pytest.raises(ValueError, match=r"no checkpoint in .* can be loaded"):
         checkpoints.find_resume_point(str(root), "auto", None)
-    found = checkpoints.find_resume_point(str(root), "auto", None, mirror=url)
-    assert found.directory is not None and (found.directory / "actor" / "weights").read_text() == "first"
+    resume_point = checkpoints.find_resume_point(str(root), "auto", None, mirror=url)
+    assert resume_point.directory is not None and (resume_point.directory / "actor" / "weights").read_text() == "first"
     # And where all are: each is named, here and there.
     for directory in (root, tmp_path / "mirror"):
         (directory / "global_step_3" / "actor" / "weights").write_text("other")

@@ -52,8 +52,8 @@ def test_the_kl_of_a_sample_is_taken_off_its_score():
     assert placed.samples["rewards"].tolist() == [0.0, -0.5, 3.0, 4.75]
     assert placed.samples["score"].tolist() == [1.0, 0.0, 3.0, 5.0]
     assert placed.samples["advantages"].tolist() == [0.25, -0.25, -0.875, 0.875]
-    found = to_floats(metrics)
-    assert found == {
+    metric_values = to_floats(metrics)
+    assert metric_values == {
         # A sample without tokens has no mean.
         "actor/reward_kl_penalty": pytest.approx(KL_MEAN),
         "actor/reward_kl_penalty_coeff": 0.5,

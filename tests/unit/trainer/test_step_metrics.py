@@ -29,9 +29,9 @@ TIMING_S = {
 
 
 def column(*values: Any) -> np.ndarray:
-    found = np.empty(len(values), dtype=object)
-    found[:] = values
-    return found
+    array = np.empty(len(values), dtype=object)
+    array[:] = values
+    return array
 
 
 def outcome() -> StepOutcome:
@@ -147,22 +147,22 @@ def config() -> PPOConfig:
 
 
 def test_every_key_and_value() -> None:
-    found = step_metrics(config(), outcome(), {"actor": MfuBasis(SHAPE, PEAK, 2)}, TIMING_S, step=7, epoch=1)
-    assert found.pop("perf/cpu_memory_used_gb") > 0
-    assert found.keys() == EXPECTED.keys()
-    assert found == pytest.approx(EXPECTED)
-    assert all(type(value) is float for value in found.values())
+    metrics = step_metrics(config(), outcome(), {"actor": MfuBasis(SHAPE, PEAK, 2)}, TIMING_S, step=7, epoch=1)
+    assert metrics.pop("perf/cpu_memory_used_gb") > 0
+    assert metrics.keys() == EXPECTED.keys()
+    assert metrics == pytest.approx(EXPECTED)
+    assert all(type(value) is float for value in metrics.values())
 
 
 def test_no_mfu_for_an_unknown_device() -> None:
-    found = step_metrics(config(), outcome(), {"actor": MfuBasis(SHAPE, None, 2)}, TIMING_S, step=7, epoch=1)
-    assert "perf/mfu/actor" not in found
+    metrics = step_metrics(config(), outcome(), {"actor": MfuBasis(SHAPE, None, 2)}, TIMING_S, step=7, epoch=1)
+    assert "perf/mfu/actor" not in metrics
 
 
 @pytest.mark.parametrize(("rejected", "known"), [(0.0, True), (1.0, False)])
 def test_no_mfu_of_updates_that_were_not_made(rejected: float, known: bool) -> None:
-    found = dataclasses.replace(outcome(), metrics={"actor/rejected_updates": Metric(rejected, "max")})
-    metrics = step_metrics(config(), found, {"actor": MfuBasis(SHAPE, PEAK, 2)}, TIMING_S, step=7, epoch=1)
+    step_outcome = dataclasses.replace(outcome(), metrics={"actor/rejected_updates": Metric(rejected, "max")})
+    metrics = step_metrics(config(), step_outcome, {"actor": MfuBasis(SHAPE, PEAK, 2)}, TIMING_S, step=7, epoch=1)
     assert ("perf/mfu/actor" in metrics) is known and metrics["actor/rejected_updates"] == rejected
 
 
@@ -176,8 +176,8 @@ def test_a_sample_over_the_limit_is_not_passed_over() -> None:
 def test_a_step_without_sampler_logprobs() -> None:
     """No rollout_diff sums: no such metrics, and nothing else changes."""
     plain = dataclasses.replace(outcome(), metrics={"actor/pg_loss": Metric(-0.125, "mean")})
-    found = step_metrics(config(), plain, {"actor": MfuBasis(SHAPE, PEAK, 2)}, TIMING_S, step=7, epoch=1)
-    assert not any("rollout" in key for key in found) and found["actor/pg_loss"] == -0.125
+    metrics = step_metrics(config(), plain, {"actor": MfuBasis(SHAPE, PEAK, 2)}, TIMING_S, step=7, epoch=1)
+    assert not any("rollout" in key for key in metrics) and metrics["actor/pg_loss"] == -0.125
 
 
 def test_reward_extra_takes_numbers_only() -> None:
@@ -188,16 +188,20 @@ def test_reward_extra_takes_numbers_only() -> None:
 
 def test_memory_of_nodes_is_the_largest_of_drivers_and_ranks():
     """An absurd size, so that no machine that runs this has more."""
-    found = outcome()
-    found = dataclasses.replace(found, metrics=found.metrics | {"perf/cpu_memory_used_gb": Metric(1e9, "max")})
-    assert step_metrics(config(), found, {}, TIMING_S, step=1, epoch=0)["perf/cpu_memory_used_gb"] == 1e9
-    found = dataclasses.replace(found, metrics=found.metrics | {"perf/cpu_memory_used_gb": Metric(1e-9, "max")})
-    assert step_metrics(config(), found, {}, TIMING_S, step=1, epoch=0)["perf/cpu_memory_used_gb"] > 1e-3
+    step_outcome = outcome()
+    step_outcome = dataclasses.replace(
+        step_outcome, metrics=step_outcome.metrics | {"perf/cpu_memory_used_gb": Metric(1e9, "max")}
+    )
+    assert step_metrics(config(), step_outcome, {}, TIMING_S, step=1, epoch=0)["perf/cpu_memory_used_gb"] == 1e9
+    step_outcome = dataclasses.replace(
+        step_outcome, metrics=step_outcome.metrics | {"perf/cpu_memory_used_gb": Metric(1e-9, "max")}
+    )
+    assert step_metrics(config(), step_outcome, {}, TIMING_S, step=1, epoch=0)["perf/cpu_memory_used_gb"] > 1e-3
 
 
 def test_a_step_of_one_pass_has_no_mfu_of_another() -> None:
     timing_s = {name: seconds for name, seconds in TIMING_S.items() if name != "old_log_prob"}
-    found = step_metrics(config(), outcome(), {"actor": MfuBasis(SHAPE, PEAK, 2)}, timing_s, step=7, epoch=1)
-    assert found.keys() - {"perf/cpu_memory_used_gb"} == EXPECTED.keys() - {
+    metrics = step_metrics(config(), outcome(), {"actor": MfuBasis(SHAPE, PEAK, 2)}, timing_s, step=7, epoch=1)
+    assert metrics.keys() - {"perf/cpu_memory_used_gb"} == EXPECTED.keys() - {
         "timing_s/old_log_prob", "timing_per_token_ms/old_log_prob", "perf/mfu/actor_infer",
     }  # fmt: skip

@@ -65,16 +65,16 @@ def test_arguments(script: str, expected: list[str]):
     ],
 )
 def test_what_is_not_known_is_said_with_its_line(script: str, kept: list[str], note: str):
-    found = read_script(script)
-    assert [command.arguments for command in found.commands] == [kept]
-    assert [text for text in found.notes if note in text]
+    launch_script = read_script(script)
+    assert [command.arguments for command in launch_script.commands] == [kept]
+    assert [text for text in launch_script.notes if note in text]
 
 
 def test_nothing_is_run(tmp_path):
     mark = tmp_path / "mark"
     script = f"touch {mark}\nX=$(touch {mark})\nY=`touch {mark}`\nZ=$((__import__('os').system('touch {mark}')))\n"
-    found = read_script(f"{script}{MAIN} a=$X b=$Z")
-    assert not mark.exists() and len(found.commands) == 1 and found.notes
+    launch_script = read_script(f"{script}{MAIN} a=$X b=$Z")
+    assert not mark.exists() and len(launch_script.commands) == 1 and launch_script.notes
 
 
 def test_a_script_of_ordinary_text_ends():
