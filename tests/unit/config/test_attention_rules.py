@@ -133,17 +133,19 @@ def test_lists_come_through_an_override_and_to_the_roles() -> None:
 @pytest.mark.parametrize("kind", ["ppo", "sft"])
 @pytest.mark.parametrize("impl", FLASH_ATTENTION_IMPLS)
 def test_an_own_flash_attention_is_of_gpus_and_of_torchs_attention_in_16_bits(kind: str, impl: str) -> None:
-    def found(values: dict[str, Any], device: str) -> list[str]:
+    def violations_of(values: dict[str, Any], device: str) -> list[str]:
         cfg = with_megatron(kind, values)
         cfg.trainer.flash_attention_impl = impl
         return {"ppo": validate_ppo, "sft": validate_sft}[kind](cfg, device=device)
 
-    assert found({}, "cuda") == []
-    (on_cpu,) = found({}, "cpu")
+    assert violations_of({}, "cuda") == []
+    (on_cpu,) = violations_of({}, "cpu")
     assert on_cpu.startswith(f"trainer.flash_attention_impl = {impl}: runs on GPUs only")
-    (exact,) = found({"dtype": "float32"}, "cuda")
+    (exact,) = violations_of({"dtype": "float32"}, "cuda")
     assert exact.startswith(f"trainer.flash_attention_impl = {impl}: has no effect when") and "dtype=bfloat16" in exact
-    assert any("which takes Transformer Engine's attention" in each for each in found({"cp_comm_type": "p2p"}, "cuda"))
+    assert any(
+        "which takes Transformer Engine's attention" in each for each in violations_of({"cp_comm_type": "p2p"}, "cuda")
+    )
 
 
 # The installed version

@@ -119,7 +119,7 @@ def test_math_500_has_an_answer_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "answer"),
     [
         (r"\boxed{1}", "1"),
         (r"\boxed{a} then \fbox{b}", "b"),
@@ -131,8 +131,8 @@ def test_math_500_has_an_answer_of_its_own(tmp_path):
         ("no box", None),
     ],
 )
-def test_the_last_box(text, found):
-    assert answer_of_solution(text) == found
+def test_the_last_box(text, answer):
+    assert answer_of_solution(text) == answer
 
 
 def test_dapo_repeats_and_rows_of_both_sides_are_dropped_and_counted(tmp_path, capsys):

@@ -318,7 +318,7 @@ def test_missing_column_names_the_near_one_and_does_not_hide_other_problems(writ
 
 
 @pytest.mark.parametrize(
-    ("change", "column", "found"),
+    ("change", "column", "problem"),
     [
         ({"data_source": 3}, "data_source", "int, not text (3)"),
         ({"data_source": None}, "data_source", "null, not text"),
@@ -345,12 +345,12 @@ def test_missing_column_names_the_near_one_and_does_not_hide_other_problems(writ
     ],
 )
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-def test_bad_value(write, tokenizer, make_row, change, column, found, suffix):
+def test_bad_value(write, tokenizer, make_row, change, column, problem, suffix):
     # A parquet column has one type, so there every row has it.
     rows = [make_row(**change)] if suffix == ".parquet" else [make_row(), make_row(**change)]
     row = len(rows) - 1
     message = problems_of(write(rows, f"train{suffix}"), tokenizer)
-    assert f"train{suffix}: row {row}, column '{column}': found {found}" in message
+    assert f"train{suffix}: row {row}, column '{column}': found {problem}" in message
     assert "; " in message.rsplit("found ", 1)[1], "the message says what to do"
 
 

@@ -128,7 +128,7 @@ def test_nothing_left_to_learn_after_truncation(write, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("value", "found"),
+    ("value", "problem"),
     [
         ("hi", 'str, not a list of messages ("hi")'),
         ([], "an empty list"),
@@ -139,10 +139,10 @@ def test_nothing_left_to_learn_after_truncation(write, tokenizer):
     ],
 )
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-def test_bad_row_is_named(write, tokenizer, value, found, suffix):
+def test_bad_row_is_named(write, tokenizer, value, problem, suffix):
     rows = [{"messages": value}] if suffix == ".parquet" else [{"messages": HI}, {"messages": value}]
     message = problems_of(write(rows, f"sft{suffix}"), tokenizer)
-    assert f"sft{suffix}: row {len(rows) - 1}, column 'messages': found {found}" in message
+    assert f"sft{suffix}: row {len(rows) - 1}, column 'messages': found {problem}" in message
 
 
 def test_missing_column(write, tokenizer):

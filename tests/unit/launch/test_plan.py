@@ -108,7 +108,7 @@ def test_pools_have_nodes_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slurm", "pools", "gpus", "found"),
+    ("slurm", "pools", "gpus", "starts"),
     [
         (SlurmConfig(), [Pool("trainer", 2, 8)], 8, []),
         (SlurmConfig(nodes=1), [Pool("trainer", 1, 4), Pool("critic.resource_pool", 1, 4)], 8, []),
@@ -119,15 +119,15 @@ def test_pools_have_nodes_of_their_own() -> None:
          ["trainer.n_gpus_per_node = 8: the job asks for 4 GPUs on each node", "slurm.nodes = 1: 1 x 4 GPUs"]),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_the_nodes(slurm: SlurmConfig, pools: list[Pool], gpus: int, found: list[str]) -> None:
+def test_what_does_not_fit_the_nodes(slurm: SlurmConfig, pools: list[Pool], gpus: int, starts: list[str]) -> None:
     num_nodes = slurm.nodes or sum(pool.nnodes for pool in pools)
     violations = list(job_size_violations(slurm, pools, num_nodes, gpus))
-    assert len(violations) == len(found)
-    assert all(text.startswith(start) for text, start in zip(violations, found, strict=True)), violations
+    assert len(violations) == len(starts)
+    assert all(text.startswith(start) for text, start in zip(violations, starts, strict=True)), violations
 
 
 @pytest.mark.parametrize(
-    ("slurm", "num_nodes", "found"),
+    ("slurm", "num_nodes", "expected_start"),
     [
         (SlurmConfig(time="60"), 4, None),
         (SlurmConfig(), 5, "slurm.nodes = 5: a job of partition main has 4 at most"),
@@ -139,13 +139,15 @@ def test_what_does_not_fit_the_nodes(slurm: SlurmConfig, pools: list[Pool], gpus
         (SlurmConfig(partition="small"), 1, "slurm.partition = small: it is not up"),
     ],
 )
-def test_what_the_partition_does_not_allow(slurm: SlurmConfig, num_nodes: int, found: str | None) -> None:
+def test_what_the_partition_does_not_allow(slurm: SlurmConfig, num_nodes: int, expected_start: str | None) -> None:
     violations = list(partition_violations(slurm, num_nodes, [MAIN, SMALL]))
-    assert [text[: len(found or "")] for text in violations] == ([] if found is None else [found])
+    assert [text[: len(expected_start or "")] for text in violations] == (
+        [] if expected_start is None else [expected_start]
+    )
 
 
 @pytest.mark.parametrize(
-    ("slurm", "has_pyxis", "found"),
+    ("slurm", "has_pyxis", "starts"),
     [
         (SlurmConfig(), False, []),
         (SlurmConfig(container="pyxis", image="a#b"), True, []),
@@ -163,9 +165,9 @@ def test_what_the_partition_does_not_allow(slurm: SlurmConfig, num_nodes: int, f
         ),
     ],
 )
-def test_what_a_container_needs(slurm: SlurmConfig, has_pyxis: bool, found: list[str]) -> None:
+def test_what_a_container_needs(slurm: SlurmConfig, has_pyxis: bool, starts: list[str]) -> None:
     violations = list(container_violations(slurm, has_pyxis))
-    assert [text[: len(start)] for text, start in zip(violations, found, strict=True)] == found
+    assert [text[: len(start)] for text, start in zip(violations, starts, strict=True)] == starts
 
 
 def test_secrets_are_in_a_file_that_nobody_else_reads(tmp_path: Path) -> None:

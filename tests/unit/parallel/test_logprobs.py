@@ -199,9 +199,9 @@ def logprobs(hidden, weight, labels):
     return distribution.gather(1, labels[:, None])[:, 0], -(distribution.exp() * distribution).sum(-1)
 
 def step(hidden, weight, labels):
-    found, entropy = logprobs(hidden, weight, labels)
+    token_logprobs, entropy = logprobs(hidden, weight, labels)
     forward = high_water_mark()
-    (found + 0.01 * entropy).sum().backward()
+    (token_logprobs + 0.01 * entropy).sum().backward()
     return forward
 
 def inputs(num_tokens, num_words):
