@@ -322,6 +322,27 @@ def test_cpu_attention(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_first_hour(tmp_path: Path) -> None:
+    """A run of one step, found finished, merged and served; the benchmark looks after its processes itself."""
+    result = run_benchmark(
+        "first_hour.py", tmp_path / "result.json", "--steps", "1", "--repeats", "1", "--warmup", "0"
+    )  # fmt: skip
+    # Phases of the start have one decimal, and processor time may round to nothing.
+    once = result["once_s"]
+    assert once["start"].keys() == {"config", "data", "processes", "model", "servers", "first sync"}
+    assert_positive(result, may_be_zero=("/once_s/start", "/measured/python/cpu_s"))
+    took = {name: each["wall_s"]["median"] for name, each in result["measured"].items()}
+    imports = {f"imports of {name}" for name in ("doctor", "finished", "merge", "serve")}
+    parts = {"merge", "serve", "first answer"}
+    assert took.keys() == {"python", *imports, "doctor", "finished", *parts, "second answer", "answer"}
+    # All of the way, and little between its parts.
+    assert took["answer"] == pytest.approx(sum(took[part] for part in parts), abs=1)
+    assert result["share_of_imports"]["merge"] == pytest.approx(took["imports of merge"] / took["merge"])
+    slowest = {name: result["of_aim"][name] * aim for name, aim in result["aims_s"].items()}
+    assert slowest == pytest.approx({name: took[name] for name in ("doctor", "finished", "answer")})
+
+
+@pytest.mark.full
 def test_a_failing_trainer_is_reported_in_its_own_words(tmp_path: Path) -> None:
     command = [
         sys.executable,
