@@ -1,6 +1,6 @@
 """Greedy answers of a Hugging Face model, scored: transformers alone, no part of scalerl's engines.
 
-python examples/arithmetic/score.py --model DIR --data rl_val.parquet
+python examples/arithmetic/score.py --model MODEL --data rl_val.parquet
 """
 
 from __future__ import annotations

@@ -26,16 +26,15 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
-@pytest.fixture
-def originals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with the original files that the page names."""
-    monkeypatch.chdir(tmp_path)
+def write_originals(directory: Path) -> None:
+    """The original files that the page names."""
     problem = {"problem": "1+1?", "level": "Level 1", "type": "Algebra", "solution": r"\boxed{2}"}
     for split in ("train", "test"):
-        Path("gsm8k").mkdir(exist_ok=True)
-        Path(f"gsm8k/{split}.jsonl").write_text(json.dumps({"question": f"{split}?", "answer": "so\n#### 5"}) + "\n")
-        Path(f"MATH/{split}/algebra").mkdir(parents=True)
-        Path(f"MATH/{split}/algebra/1.json").write_text(json.dumps(problem | {"problem": split}, indent=2))
+        (directory / "gsm8k").mkdir(exist_ok=True)
+        row = {"question": f"{split}?", "answer": "so\n#### 5"}
+        (directory / f"gsm8k/{split}.jsonl").write_text(json.dumps(row) + "\n")
+        (directory / f"MATH/{split}/algebra").mkdir(parents=True)
+        (directory / f"MATH/{split}/algebra/1.json").write_text(json.dumps(problem | {"problem": split}, indent=2))
     for name, texts in (("dapo-math-17k", "ab"), ("aime-2024", "c")):
         rows = [
             {
@@ -47,7 +46,14 @@ def originals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             }
             for text in texts
         ]
-        pq.write_table(pa.Table.from_pylist(rows), f"{name}.parquet")
+        pq.write_table(pa.Table.from_pylist(rows), directory / f"{name}.parquet")
+
+
+@pytest.fixture
+def originals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the original files that the page names."""
+    monkeypatch.chdir(tmp_path)
+    write_originals(tmp_path)
     return tmp_path
 
 

@@ -1,0 +1,132 @@
+"""Finds the commands that pages and files show: blocks of shell, code in the text, comments and docstrings."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    *("README.md", "CONTRIBUTING.md", "benchmarks/README.md"),
+    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+]
+# Files whose comments or first docstring show commands.
+SOURCES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in (
+        *("configs/**/*.yaml", "examples/**/*.yaml", "examples/**/*.py", "benchmarks/*.py", "docs/*.py"),
+        *("docker/Dockerfile", "docker/*.def", "launchers/slurm/*.sbatch", "tests/gpu/*.py"),
+    )
+    for path in ROOT.glob(pattern)
+)
+# Programs that a block of a page may call.
+PROGRAMS = (
+    *("scalerl", "python", "python3", "pip", "make", "mlflow", "nsys"),
+    *("docker", "apptainer", "sbatch", "srun", "tail"),
+)
+# Programs that are named in the text alone.
+NAMED_PROGRAMS = ("kill", "ray", "scancel", "scontrol", "sinfo", "uv", "quickstart.py")
+# Words of a shell that a block may begin with.
+SHELL_WORDS = ("for",)
+# Output, pictures and other languages are labelled (```text).
+BLOCK = re.compile(r"^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMANDS = ("", "bash", "sh", "console")
+# Stands in a page for what a reader has.
+REST = "..."
+# Between commands of a line.
+OPERATORS = ("|", "||", "&&", ";")
+
+
+def read(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def blocks(page: str) -> list[str]:
+    """The blocks of a page that a shell reads."""
+    return [block for label, block in BLOCK.findall(read(page)) if label in COMMANDS]
+
+
+def spans(text: str) -> list[str]:
+    """The code in the text of a page or comment, outside its blocks; each once, on one line."""
+    # A table's cell has \| for |.
+    found = re.findall(r"`([^`]+)`", BLOCK.sub("", text).replace("\\|", "|"))
+    return list(dict.fromkeys(" ".join(span.split()) for span in found))
+
+
+def commands(block: str, directory: Path) -> list[list[str]]:
+    """The words of each command, as the programs in a shell get them that the block is pasted into.
+
+    The programs write down what they are given. Where a block has || they fail in a second shell, for what follows it.
+    """
+    programs, record = directory / "programs", directory / "record"
+    programs.mkdir(exist_ok=True)
+    record.write_bytes(b"")
+    for name in PROGRAMS:
+        program = programs / name
+        program.write_text(
+            '#!/bin/sh\nprintf "%s\\0" "${0##*/}" "$@" >> "$RECORD"\nprintf "\\n" >> "$RECORD"\nexit "$CODE"\n'
+        )
+        program.chmod(0o755)
+    for options, code in (("-eu", 0), ("-u", 1))[: 1 + ("||" in block)]:
+        environment = {"PATH": f"{programs}:/usr/bin:/bin", "RECORD": str(record), "HOME": str(directory)}
+        done = subprocess.run(
+            ["bash", options], input=block, text=True, cwd=directory, env=environment | {"CODE": str(code)},
+            capture_output=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == code and not done.stderr, done.stderr
+    lines = dict.fromkeys(record.read_bytes().decode().split("\0\n"))
+    return [line.split("\0") for line in lines if line]
+
+
+def commands_in_text(page: str) -> list[list[str]]:
+    """The words of each command in the text of a page, outside its blocks."""
+    return [words for span in spans(read(page)) for words in words_of(span)]
+
+
+def commands_in_comments(source: str) -> list[list[str]]:
+    """The words of each command in the comments of a file, or in the docstring at the beginning of a Python file."""
+    text = read(source)
+    if source.endswith(".py"):
+        lines = (ast.get_docstring(ast.parse(text)) or "").splitlines()
+    else:
+        lines = [line.strip().removeprefix("#").strip() for line in text.splitlines() if line.lstrip().startswith("#")]
+    shown = [line.strip() for line in lines if line.split(maxsplit=1)[:1] and "`" not in line]
+    return [words for line in [*shown, *spans("\n".join(lines))] for words in words_of(line)]
+
+
+def words_of(line: str) -> list[list[str]]:
+    """The words of each command of a line, as usages are written too: [--optional N], one|another.
+
+    Empty for prose, for a line that begins with no program, and for one that has nothing but that.
+    """
+    if re.search(r"[^. ]\.$", line) or line.startswith("["):
+        return []
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError:  # It has an apostrophe.
+        return []
+    found: list[list[str]] = [[]]
+    for word in words:
+        if word in OPERATORS:
+            found.append([])
+        elif word := _unbracketed(word):
+            found[-1].append(word)
+    return [[_program(command[0]), *command[1:]] for command in found if len(command) > 1 and _program(command[0])]
+
+
+def _unbracketed(word: str) -> str:
+    """Without the brackets around what may be left out, and the first of alternatives."""
+    if word.startswith("["):
+        word = word[1:]
+    if word.endswith("]") and word.count("[") < word.count("]"):
+        word = word[:-1]
+    return word.partition("|")[0]
+
+
+def _program(word: str) -> str:
+    """The program that a word names, also by its path; "" where it names none."""
+    name = word.rsplit("/", 1)[-1]
+    return name if name in (*PROGRAMS, *NAMED_PROGRAMS) and word.rsplit("/", 1)[0].find("=") < 0 else ""
