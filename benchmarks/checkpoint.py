@@ -6,9 +6,9 @@ python benchmarks/checkpoint.py --model 1gb --directory /data
 
 A save is `save_engine` (digests, one fsync for each rank) and the commit of the directory; dd writes as many bytes with
 conv=fsync. A save in the background (`trainer.async_save`) stops the run until it has begun; what each rank writes is
-copied beside the passes of the next update, which waits for the rest before it changes the weights. begin is that
-stop, wait that of an update right after it, as of SFT, on ROW_TOKENS tokens for each rank: blocking_share is both over
-the time of a save. copy is the whole copy, where nothing runs beside it.
+copied beside the passes of the next update, which waits for the rest before it changes the weights. begin is that stop
+on the rank where it is longest, wait that of an update right after it, as of SFT, on ROW_TOKENS tokens for each rank:
+blocking_share is both over the time of a save. copy is the whole copy, where nothing runs beside it.
 
 A load is `load_engine`, every digest compared; dd reads the files that were written. A run that goes on first has the
 driver compare what is beside the tensors: resume is that and the load. All meet the same page cache. Predicted from
@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,10 @@ def of_rank(model: str, layout: tuple[int, int], dtype: str, root: str, repeats:
                 store.check_checkpoint(f"{root}/global_step_{repeat}", digests=True, data=False)
         with _timed(seconds, "load"):
             checkpoint.load_engine(engine, f"{root}/global_step_{repeat}/actor")
-        with _timed(seconds, "begin"):
-            beside.begin("actor", engine, f"{root}/beside")
         with _timed(seconds, "copy"):
-            engine.before_change()
+            stops = _slowest(lambda: beside.begin("actor", engine, f"{root}/beside"), lambda: engine.before_change())
+        # What stops a rank, without the barriers around them.
+        seconds["begin"], seconds["copy"] = stops
         with _timed(seconds, "write"):
             beside.wait("actor")
         beside.begin("actor", engine, f"{root}/beside")
@@ -100,6 +101,21 @@ def of_rank(model: str, layout: tuple[int, int], dtype: str, root: str, repeats:
         dist.barrier()
         seconds_by_repeat.append(seconds)
     return seconds_by_repeat[1:]
+
+
+def _slowest(*calls: Callable[[], object]) -> list[float]:
+    """Seconds of each call, one after another, on the rank where it took longest. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    seconds = []
+    for call in calls:
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    slowest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.tolist()
 
 
 def _wait_of_update(engine: Any, row: Any) -> float:
