@@ -103,11 +103,13 @@ class Composed:
     """A configuration, and what became of the keys of verl among the overrides.
 
     set_keys: keys that the overrides, groups or files give a value; the others have their default.
+    followed: a line for each default that follows from other keys (`config.companions`).
     """
 
     config: Any
     translations: list[Translation]
     set_keys: frozenset[str]
+    followed: tuple[str, ...] = ()
 
 
 def composed(kind: str, overrides: Sequence[str], *, rules: bool = True) -> Composed:
@@ -189,7 +191,7 @@ def _checked(request: _Request, groups: list[str], with_rules: bool) -> Composed
             error = ConfigError(violations)
             error.config = config
             raise error
-    return Composed(config, [*request.translations, *partial.translations], partial.set_keys)
+    return Composed(config, [*request.translations, *partial.translations], partial.set_keys, tuple(partial.followed))
 
 
 @dataclass

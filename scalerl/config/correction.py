@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,11 @@ from scalerl.config.schema import IS_LEVELS, RS_OPTIONS, RolloutCorrectionConfig
 
 # (lower or None, upper)
 Bounds = tuple[float | None, float]
+_SETTING = re.compile(r"\b(rollout_\w+|bypass_mode)=")
 _BAND = 'a band is [lower, upper] or "lower_upper"'
+# Thresholds that a message proposes: bounds of a ratio by test, and the largest divergence of any other test.
+_USUAL_BOUNDS = {"token_k1": "[0.5,2]", "seq_sum_k1": "[0.5,2]", "seq_mean_k1": "[0.999,1.001]"}
+_USUAL_DIVERGENCE = "0.01"
 
 
 def corrects(config: RolloutCorrectionConfig) -> bool:
@@ -58,7 +63,8 @@ def rs_options(config: RolloutCorrectionConfig) -> list[str]:
 
 def correction_violations(config: RolloutCorrectionConfig, *, prefix: str) -> list[str]:
     """Everything that is wrong with `config`, as "prefix.key = value: limit; what to set"."""
-    return [f"{prefix}.{text}" for text in _violations(config)]
+    # A message names keys without the prefix; what it says to set can be pasted.
+    return [f"{prefix}." + _SETTING.sub(rf"{prefix}.\1=", text) for text in _violations(config)]
 
 
 def _violations(config: RolloutCorrectionConfig) -> Iterator[str]:
@@ -70,7 +76,7 @@ def _violations(config: RolloutCorrectionConfig) -> Iterator[str]:
         except ValueError as error:
             yield str(error)
     if config.rollout_is_batch_normalize and config.rollout_is is None:
-        yield "rollout_is_batch_normalize = true: there are no weights; set rollout_is or leave it false"
+        yield "rollout_is_batch_normalize = true: there are no weights; set rollout_is=token, or leave it false"
     veto = config.rollout_token_veto_threshold
     if veto is not None and not (_is_number(veto) and 0 < veto < 1):
         yield f"rollout_token_veto_threshold = {veto}: must be null or above 0 and below 1; set for example 1e-4"
@@ -79,7 +85,7 @@ def _violations(config: RolloutCorrectionConfig) -> Iterator[str]:
         for key in (key for key, value in used.items() if value is not None):
             yield (
                 f"{key} = {used[key]}: bypass_mode takes the sampler's log-probs for the trainer's, so that every "
-                "ratio is 1; set it to null, or bypass_mode to false"
+                f"ratio is 1; set {key}=null, or bypass_mode=false"
             )
 
 
@@ -87,10 +93,15 @@ def _rs_thresholds(options: Sequence[str], value: Any) -> list[Bounds]:
     key = "rollout_rs_threshold"
     if not options:
         if value is not None:
-            raise ValueError(f"{key} = {value}: there are no tests; set rollout_rs, or this to null")
+            raise ValueError(
+                f"{key} = {value}: there are no tests; set rollout_rs=seq_mean_k3, or another, or {key}=null"
+            )
         return []
     if value is None:
-        raise ValueError(f"{key} = null: {', '.join(options)} need thresholds, one for all or one each")
+        needs = "needs a threshold" if len(options) == 1 else "need thresholds, one for all or one each"
+        usual = [_USUAL_BOUNDS.get(option, _USUAL_DIVERGENCE) for option in options]
+        text = usual[0] if len(usual) == 1 else f"[{','.join(usual)}]"
+        raise ValueError(f"{key} = null: {', '.join(options)} {needs}; set {key}={text}, or others")
     if isinstance(value, str):
         parts = [part.strip() for part in value.split(",")]
     else:

@@ -13,6 +13,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from scalerl.config.companions import COMPANIONS
 from scalerl.config.keys import KeyTable, defaults_of
 from scalerl.config.value_checks import show
 from scalerl.config.verl import Translation, Translator
@@ -32,7 +33,7 @@ class PartialConfig:
         kind: of a configuration, whose vocabulary of verl is understood.
         left_open: key -> text that a shell replaces by its value; None: no shell reads what is put.
         """
-        self.table = KeyTable(schema)
+        self.table, self._kind = KeyTable(schema), kind
         self.violations: list[str] = []
         # Keys, sections and keys in dicts whose value may be another than the user meant; "" stands for all keys.
         # Complete after `finish`.
@@ -41,6 +42,8 @@ class PartialConfig:
         self.refusals: list[str] = []
         # What became of verl's keys; complete after `finish`.
         self.translations: list[Translation] = []
+        # A line for each key that has a value because another one needs it; complete after `finish`.
+        self.followed: list[str] = []
         self._verl = Translator(kind)
         # Entries of inherited dicts: dict -> key in it -> value.
         self._own_entries: dict[str, dict[str, Any]] = {}
@@ -178,6 +181,23 @@ class PartialConfig:
         if any(map(self.is_doubtful, self._asked)):
             self.doubtful |= translated
 
+    def _put_companions(self) -> None:
+        """Gives each key that was not put the value that others need of it."""
+        for companion in COMPANIONS:
+            has_keys = self.table.leaves.keys() >= {companion.key, *companion.of}
+            if companion.kind not in (None, self._kind) or companion.key in self._written or not has_keys:
+                continue
+            try:
+                values = tuple(OmegaConf.select(self._config, key, throw_on_missing=True) for key in companion.of)
+            except OmegaConfBaseException:  # `finish` says what is wrong with it.
+                continue
+            value = companion.value(*values)
+            if value is not None and OmegaConf.select(self._config, companion.key) != value:
+                OmegaConf.update(self._config, companion.key, value)
+                self.followed.append(companion.line(value, values))
+                if any(map(self.is_doubtful, companion.of)):
+                    self.doubtful.add(companion.key)
+
     def _doubt_references(self) -> None:
         """Makes the keys doubtful whose value is that of a doubtful key."""
         raw = _raw_values(self._config, self.table.leaves)
@@ -197,6 +217,7 @@ class PartialConfig:
         The instance holds a placeholder where a value is missing, and the default where it could not be resolved.
         """
         self._translate()
+        self._put_companions()
         if self.doubtful:
             self._doubt_references()
         self._fill_inherited_dicts()

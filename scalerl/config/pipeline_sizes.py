@@ -68,7 +68,8 @@ class PipelineSizes:
     def _given_for_one_stage(self, prefix: str) -> list[str]:
         settings = ((_FIRST, self.first), (_LAST, self.last), (_CHUNKS, self.vpp_size if self.vpp_size > 1 else None))
         return [
-            f"{prefix}.{name} = {value}: needs {prefix}.{_STAGES} above 1; set {prefix}.{name}=null"
+            f"{prefix}.{name} = {value}: needs {prefix}.{_STAGES} above 1; set {prefix}.{_STAGES}=2 or more, or "
+            f"{prefix}.{name}=null"
             for name, value in settings
             if value is not None
         ]

@@ -9,6 +9,7 @@ import os
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,31 +57,37 @@ def create_rl_dataset(
 def load_dataset_class(config: CustomClassConfig) -> type:
     """Loads the class config.name from the file config.path.
 
-    Raises DataError when one of the two is not set, the file does not exist or import, or the name stands for no class
-    with __len__ and __getitem__ that takes the arguments of RLHFDataset.
+    Without a name it is the only class of the file that has __len__ and __getitem__. Raises DataError when there is no
+    path, the file does not exist or import, or the name stands for no class with these methods that takes the arguments
+    of RLHFDataset.
     """
-    if config.path is None or config.name is None:
-        unset = "path" if config.path is None else "name"
-        raise DataError([f"data.custom_cls.{unset} = null: set both path and name, or none of them"])
+    if config.path is None:
+        raise DataError(
+            [
+                f"data.custom_cls.path = null: needed when data.custom_cls.name = {config.name}; set "
+                "data.custom_cls.path=FILE.py, or data.custom_cls.name=null"
+            ]
+        )
     path = Path(config.path).expanduser()
     try:
         module = import_file(path, "data.custom_cls.path")
     except UserCodeError as error:
         raise DataError([str(error)]) from error
-    cls = getattr(module, config.name, None)
+    own = [name for name, value in defined_in(module).items() if isinstance(value, type)]
+    name = config.name or _only_dataset_class(module, path, own)
+    cls = getattr(module, name, None)
     if not isinstance(cls, type):
-        fault = f"defines '{config.name}' as {type_name(cls)}, not a class" if cls is not None else (
-            f"does not define the class '{config.name}'"
+        fault = f"defines '{name}' as {type_name(cls)}, not a class" if cls is not None else (
+            f"does not define the class '{name}'"
         )  # fmt: skip
-        own = [name for name, value in defined_in(module).items() if isinstance(value, type)]
-        near = difflib.get_close_matches(config.name, own, n=1)
+        near = difflib.get_close_matches(name, own, n=1)
         advice = f"set data.custom_cls.name={near[0]}" if near else "set data.custom_cls.name to a class of it"
         raise DataError([f"data.custom_cls.path={path} {fault} (its classes: {', '.join(own) or 'none'}); {advice}"])
     missing = [method for method in _METHODS if not callable(getattr(cls, method, None))]
     if missing:
         raise DataError(
             [
-                f"{config.name} of data.custom_cls.path={path} has no {' and no '.join(missing)}; "
+                f"{name} of data.custom_cls.path={path} has no {' and no '.join(missing)}; "
                 "define both (__getitem__ returns a scalerl.data.PromptRow), or derive it from scalerl.data.RLHFDataset"
             ]
         )
@@ -89,11 +96,22 @@ def load_dataset_class(config: CustomClassConfig) -> type:
     except TypeError as error:
         raise DataError(
             [
-                f"{config.name}{inspect.signature(cls)} of data.custom_cls.path={path} cannot be called with "
+                f"{name}{inspect.signature(cls)} of data.custom_cls.path={path} cannot be called with "
                 f"{', '.join(ARGUMENTS)}: {error}; define __init__(self, {', '.join(ARGUMENTS)})"
             ]
         ) from None
     return cls
+
+
+def _only_dataset_class(module: ModuleType, path: Path, own: list[str]) -> str:
+    """The name of the one class in a file that can be a data set. Raises DataError where there is not one."""
+    classes = ((name, getattr(module, name)) for name in own)
+    fitting = [name for name, cls in classes if all(callable(getattr(cls, method, None)) for method in _METHODS)]
+    if len(fitting) != 1:
+        said = f"{', '.join(fitting)} could be it" if fitting else f"its classes: {', '.join(own) or 'none'}"
+        advice = f"set data.custom_cls.name={fitting[0]}" if fitting else f"define one with {' and '.join(_METHODS)}"
+        raise DataError([f"data.custom_cls.name = null: which class of data.custom_cls.path={path}? {said}; {advice}"])
+    return fitting[0]
 
 
 class PromptTable:

@@ -17,6 +17,7 @@ from typing import Any
 from scalerl.cache_directory import CACHE_DIR_ENV
 from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose, composed, model_roles
 from scalerl.config.schema import SlurmConfig
+from scalerl.config.value_checks import show
 from scalerl.errors import UserError
 from scalerl.launch.script import SCRIPTS, SEED, SbatchFile
 from scalerl.launch.slurm import Partition, has_pyxis, kill_wait_s, missing_commands, partitions, seconds_of
@@ -377,14 +378,18 @@ def secret_violations(slurm: SlurmConfig, overrides: Sequence[str] = ()) -> Iter
 
 def container_violations(slurm: SlurmConfig, has_pyxis: bool) -> Iterator[str]:
     """Yields what is wrong with the keys of the container."""
+    image = f"slurm.image={'IMAGE.sqsh' if slurm.container == 'pyxis' else 'IMAGE.sif'}"
     if slurm.container == "none":
-        for name in ("image", "mounts"):
-            if getattr(slurm, name):
-                value = getattr(slurm, name)
-                yield f"slurm.{name} = {value}: without a container; set slurm.container=pyxis or apptainer"
+        used = {f"slurm.{name}": value for name in ("image", "mounts") if (value := getattr(slurm, name))}
+        if used:
+            more = "" if slurm.image else f" and {image}"
+            yield (
+                f"{' and '.join(f'{key} = {show(value)}' for key, value in used.items())}: without a container; set "
+                f"slurm.container=apptainer{more}, or pyxis, or leave {' and '.join(used)} out"
+            )
         return
     if slurm.image is None:
-        yield f"slurm.image = null: slurm.container={slurm.container} needs one"
+        yield f"slurm.image = null: slurm.container={slurm.container} needs one; set {image}, or slurm.container=none"
     elif slurm.image.startswith(os.sep) and not os.path.exists(slurm.image):
         yield f"slurm.image = {slurm.image}: no such file"
     if slurm.container == "pyxis" and not has_pyxis:

@@ -29,7 +29,8 @@ CLASSES: dict[str, type] = {
     "override_optimizer_config": OptimizerConfig,
 }
 # Fields that let tokens of experts travel by DeepEP, and the one that adds up gradients in the product's kernel.
-_DISPATCH = ("moe_token_dispatcher_type", "moe_enable_deepep")
+_DISPATCHER = "moe_token_dispatcher_type"
+_DISPATCH = (_DISPATCHER, "moe_enable_deepep", "moe_flex_dispatcher_backend")
 _FUSION = "gradient_accumulation_fusion"
 
 
@@ -54,14 +55,16 @@ def megatron_values(key: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
 def kernel_violations(section: str, config: MegatronConfig | OptimConfig, *, device: str) -> Iterator[str]:
     """One sentence where the experts' tokens should travel by kernels that cannot run here. device: cuda or cpu."""
     fields = getattr(config, "override_transformer_config", {})
-    dispatcher, deepep = fields.get("moe_token_dispatcher_type"), fields.get("moe_enable_deepep")
-    wanted = [f"{name} = {show(fields[name])}" for name in _DISPATCH if fields.get(name) in (True, "flex")]
-    if not wanted:
+    deepep = fields.get("moe_enable_deepep")
+    dispatcher = _with_dispatcher(fields).get(_DISPATCHER)
+    if dispatcher != "flex" and not deepep:
         return
+    wanted = [f"{name} = {show(fields[name])}" for name in _DISPATCH if fields.get(name)]
     what = f"{section}.override_transformer_config.{' and '.join(wanted)}"
     remedy = "or leave out what says so: the tokens then travel by torch's all-to-all, with the same numbers"
     if dispatcher != "flex":
-        yield f"{what}: only with moe_token_dispatcher_type = flex; set that too, {remedy}"
+        key = f"{section}.override_transformer_config.{_DISPATCHER}"
+        yield f"{what}: DeepEP is of the dispatcher flex alone; set {key}=flex, {remedy}"
         return
     backend = "deepep" if deepep else fields.get("moe_flex_dispatcher_backend", "deepep")
     package = {"deepep": "deep_ep", "hybridep": "deep_ep with HybridEPBuffer"}.get(backend, backend)
@@ -70,6 +73,22 @@ def kernel_violations(section: str, config: MegatronConfig | OptimConfig, *, dev
         yield f"{what}: DeepEP runs on GPUs only, and the device is {device}; set trainer.device=cuda, {remedy}"
     elif not is_there:
         yield f"{what}: needs {package}, which cannot be imported here; install it (docs/gpu.md), {remedy}"
+
+
+def dispatcher_line(section: str, config: MegatronConfig | OptimConfig) -> str | None:
+    """The line of a run whose dispatcher of tokens follows from another field; None where none does."""
+    fields = getattr(config, "override_transformer_config", {})
+    if _with_dispatcher(fields) == fields:
+        return None
+    name = next(name for name in _DISPATCH[1:] if fields.get(name))
+    prefix = f"{section}.override_transformer_config"
+    return f"{prefix}.{_DISPATCHER} = flex, which follows from {prefix}.{name} = {show(fields[name])}"
+
+
+def _with_dispatcher(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields, with the dispatcher that moe_enable_deepep and moe_flex_dispatcher_backend need, if none is given."""
+    needs_flex = any(fields.get(name) for name in _DISPATCH[1:])
+    return ({_DISPATCHER: "flex"} if needs_flex else {}) | dict(fields)
 
 
 def unfused(section: str, config: MegatronConfig | OptimConfig, *, on_cpu: bool) -> Iterator[str]:
@@ -82,8 +101,11 @@ def unfused(section: str, config: MegatronConfig | OptimConfig, *, on_cpu: bool)
 
 
 def transformer_values(overrides: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
-    """`override_transformer_config` as arguments of Megatron's config, without fused kernels that are not there."""
-    values = megatron_values("override_transformer_config", overrides)
+    """`override_transformer_config` as arguments of Megatron's config.
+
+    With the dispatcher of tokens that DeepEP needs, and without fused kernels that are not there.
+    """
+    values = megatron_values("override_transformer_config", _with_dispatcher(overrides))
     if values.get(_FUSION) and not _has_fusion(on_cpu):
         values[_FUSION] = False
     return values

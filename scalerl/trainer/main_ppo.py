@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
         interrupted.root = cfg.trainer.default_local_dir
         if composition.translations:
             print(translation_table(composition.translations), flush=True)
+        for line in composition.followed:
+            print(line, flush=True)
         # A training loop of the user may end at any step.
         has_own_loop = cfg.trainer.custom_fit.path is not None
         if not (dry_run or cfg.trainer.val_only or has_own_loop) and (last := finished_at(cfg)):

@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
         interrupted.root = cfg.trainer.default_local_dir
         if composition.translations:
             print(translation_table(composition.translations), flush=True)
+        for line in composition.followed:
+            print(line, flush=True)
         if not dry_run and (last := finished_at(cfg)):
             print(finished_text(last, cfg.trainer, "model.path", cfg.model.path), flush=True)
             return 0

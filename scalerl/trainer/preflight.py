@@ -394,9 +394,16 @@ def _check_overrides(
     for section, config in sections.items():
         if any(getattr(config, name, None) for name in OVERRIDES):
             # Imported here: megatron takes seconds to import.
-            from scalerl.parallel.megatron_overrides import kernel_violations, override_violations, unfused
+            from scalerl.parallel.megatron_overrides import (
+                dispatcher_line,
+                kernel_violations,
+                override_violations,
+                unfused,
+            )
 
             errors.violations.extend(override_violations(section, config))
+            if (line := dispatcher_line(section, config)) is not None:
+                log.warning(line)
             if device is not None:
                 errors.violations.extend(kernel_violations(section, config, device=device))
                 for line in unfused(section, config, on_cpu=device == "cpu"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -132,15 +133,20 @@ class Saves:
         return self._written is not None or (self._running is not None and not self._running.may_commit.is_set())
 
     def tested(self, step: int, validation: Mapping[str, float]) -> None:
-        """Records the validation of a step. Raises UserError when it lacks trainer.best_ckpt_metric."""
+        """Records the validation of a step. Raises UserError when it lacks trainer.best_ckpt_metric.
+
+        Of several metrics that match a name with * their mean counts.
+        """
         if self._metric is None:
             return
-        if self._metric not in validation:
+        pattern = re.compile(".*".join(map(re.escape, self._metric.split("*"))))
+        values = [value for name, value in validation.items() if pattern.fullmatch(name)]
+        if not values:
             raise UserError(
                 f"trainer.best_ckpt_metric = {self._metric}: no metric of the validation; it has "
                 f"{', '.join(sorted(validation))}"
             )
-        self._tested = step, validation[self._metric]
+        self._tested = step, sum(values) / len(values)
 
     def news(self) -> tuple[dict[str, float], list[str]]:
         """Metrics and lines about saves that ended in the background since the last call."""

@@ -14,6 +14,7 @@ from scalerl.config.rules.layout import flash_attention_rule, trained_layout_rul
 from scalerl.config.rules.megatron import megatron_rules
 from scalerl.config.rules.names import NAME_RULES
 from scalerl.config.rules.optimizer import optimizer_rules
+from scalerl.config.rules.reward import REWARD_RULES
 from scalerl.config.rules.roles import ROLE_RULES
 from scalerl.config.rules.rollout import ROLLOUT_RULES, ROLLOUT_RULES_ON_CUDA
 from scalerl.config.rules.sampling import SAMPLING_RULES
@@ -22,12 +23,13 @@ from scalerl.config.schema import PPOConfig, SFTConfig
 from scalerl.config.sections import ACTOR
 
 
-@rule("trainer.test_freq", "data.val_files")
+@rule("trainer.test_freq", "trainer.best_ckpt_to_keep", "data.val_files")
 def _sft_validation(cfg: SFTConfig) -> Iterator[str]:
-    if cfg.trainer.test_freq > 0 and cfg.data.val_files is None:
+    # What the best checkpoints lack is said together.
+    if cfg.trainer.test_freq > 0 and not cfg.trainer.best_ckpt_to_keep and cfg.data.val_files is None:
         yield (
             f"trainer.test_freq = {cfg.trainer.test_freq}: there is nothing to validate on while data.val_files = "
-            "null; set data.val_files, or trainer.test_freq=-1"
+            "null; set data.val_files=FILE, or trainer.test_freq=-1"
         )
 
 
@@ -41,6 +43,7 @@ PPO_RULES: list[Rule] = [
     *ALGORITHM_RULES,
     *ROLE_RULES,
     *JUDGE_RULES,
+    *REWARD_RULES,
     *CORRECTION_RULES,
     *SAMPLING_RULES,
     *TRAINER_RULES,

@@ -12,33 +12,23 @@ from scalerl.config.sections import JUDGE
 _POOL = f"{JUDGE}.resource_pool"
 
 
-@rule(f"{JUDGE}.model.path")
-def _model_given(cfg: PPOConfig) -> Iterator[str]:
-    judge = cfg.reward_model.judge
-    if judge.enable and judge.model.path is None:
+@rule(f"{JUDGE}.model.path", f"{_POOL}.nnodes", f"{_POOL}.n_gpus_per_node")
+def _model_and_pool_given(cfg: PPOConfig) -> Iterator[str]:
+    judge, pool = cfg.reward_model.judge, cfg.reward_model.judge.resource_pool
+    lacks = [] if judge.model.path is not None else [f"{JUDGE}.model.path=DIRECTORY"]
+    lacks += [] if pool.nnodes else [f"{_POOL}.nnodes=1", f"{_POOL}.n_gpus_per_node={pool.n_gpus_per_node}"]
+    if judge.enable and lacks:
         yield (
-            f"{JUDGE}.model.path = null: needed when {JUDGE}.enable = true; set it to the directory of a language "
-            f"model, or {JUDGE}.enable=false"
+            f"{JUDGE}.enable = true: needs the directory of a language model, and devices of its own, as it writes "
+            f"while the policy generates; set {' and '.join(lacks)}, or {JUDGE}.enable=false"
         )
-    if not judge.enable and judge.model.path is not None:
+    given = {f"{JUDGE}.model.path": judge.model.path, f"{_POOL}.nnodes": pool.nnodes}
+    unused = {key: value for key, value in given.items() if value}
+    if not judge.enable and unused:
+        key, value = next(iter(unused.items()))
         yield (
-            f"{JUDGE}.model.path = {judge.model.path}: has no effect when {JUDGE}.enable = false; set "
-            f"{JUDGE}.enable=true, or {JUDGE}.model.path=null"
-        )
-
-
-@rule(f"{_POOL}.nnodes")
-def _pool_given(cfg: PPOConfig) -> Iterator[str]:
-    judge = cfg.reward_model.judge
-    if judge.enable and not judge.resource_pool.nnodes:
-        yield (
-            f"{_POOL}.nnodes = 0: needed when {JUDGE}.enable = true, the judge writes while the policy generates, on "
-            f"devices of its own; set {_POOL}.nnodes=1 or more and {_POOL}.n_gpus_per_node"
-        )
-    if not judge.enable and judge.resource_pool.nnodes:
-        yield (
-            f"{_POOL}.nnodes = {judge.resource_pool.nnodes}: has no effect, this run has no judge; set "
-            f"{JUDGE}.enable=true, or {_POOL}.nnodes=0"
+            f"{key} = {value}: has no effect when {JUDGE}.enable = false; set "
+            f"{' and '.join([f'{JUDGE}.enable=true', *lacks])}, or leave {' and '.join(unused)} out"
         )
 
 
@@ -52,4 +42,4 @@ def _range(cfg: PPOConfig) -> Iterator[str]:
         )
 
 
-JUDGE_RULES = [_model_given, _pool_given, own_pool_rule(JUDGE, lambda cfg: cfg.reward_model.judge.enable), _range]
+JUDGE_RULES = [_model_and_pool_given, own_pool_rule(JUDGE, lambda cfg: cfg.reward_model.judge.enable), _range]

@@ -76,10 +76,16 @@ def _attention(megatron: MegatronConfig, section: str) -> Iterator[str]:
     sizes = megatron.hierarchical_context_parallel_sizes
     key = f"{section}.hierarchical_context_parallel_sizes"
     if kind != "a2a+p2p" and sizes is not None:
-        yield f"{key} = {show(sizes)}: only for cp_comm_type = a2a+p2p, which is {show(kind)}; set {key}=null"
+        yield (
+            f"{key} = {show(sizes)}: only for cp_comm_type = a2a+p2p, which is {show(kind)}; set "
+            f"{section}.cp_comm_type=a2a+p2p and {section}.context_parallel_size={math.prod(sizes)}, or {key}=null"
+        )
     if kind == "a2a+p2p" and (sizes is None or math.prod(sizes) != cp_size):
         pairs = [f"[{size},{cp_size // size}]" for size in divisors(cp_size) if 1 < size < cp_size]
-        remedy = f"set {' or '.join(pairs)}" if pairs else f"set {section}.cp_comm_type=p2p, which needs none"
+        remedy = f"set {key}={' or '.join(pairs or ['[2,2]'])}"
+        if not pairs:
+            remedy += f" and {section}.context_parallel_size=4"
+        remedy += f", or {section}.cp_comm_type=p2p, which needs none"
         yield (
             f"{key} = {show(sizes)}: {section}.cp_comm_type = a2a+p2p needs two sizes above 1 whose product is "
             f"{section}.context_parallel_size = {cp_size}; {remedy}"

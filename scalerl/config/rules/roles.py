@@ -59,8 +59,8 @@ def role_rules(name: RoleName, section: str) -> list[Rule]:
             return
         if not role.active and not _may_have_critic(cfg, name):
             yield (
-                f"{pool}.nnodes = {role.pool.nnodes}: has no effect, this run has no {section}; set {role.switch}, or "
-                f"{pool}.nnodes=0"
+                f"{pool}.nnodes = {role.pool.nnodes}: has no effect, this run has no {section}; set {role.switch}"
+                f"{'' if role.model_path else f' and {section}.model.path=DIRECTORY'}, or {pool}.nnodes=0"
             )
         layout = role.layout(cfg)
         if role.active and layout.world_size % layout.copy_size:
@@ -130,7 +130,7 @@ def _critic_warmup(cfg: PPOConfig) -> Iterator[str]:
     if cfg.trainer.critic_warmup and not _role(cfg, "critic").active and not _may_have_critic(cfg, "critic"):
         yield (
             f"trainer.critic_warmup = {cfg.trainer.critic_warmup}: this run has no critic that could learn first; set "
-            "trainer.critic_warmup=0, or algorithm.adv_estimator=gae"
+            "algorithm.adv_estimator=gae, or trainer.critic_warmup=0"
         )
 
 
@@ -140,8 +140,8 @@ def _kept_together(cfg: PPOConfig) -> Iterator[str]:
     if actor != critic:
         yield (
             f"trainer.max_critic_ckpt_to_keep = {show(critic)}: a checkpoint holds actor and critic and goes as a "
-            f"whole, so it must be trainer.max_actor_ckpt_to_keep = {show(actor)}; set both to one number, or leave "
-            "trainer.max_critic_ckpt_to_keep out"
+            f"whole, so it must be trainer.max_actor_ckpt_to_keep = {show(actor)}; set "
+            f"trainer.max_actor_ckpt_to_keep={show(critic)}, or leave trainer.max_critic_ckpt_to_keep out"
         )
 
 
@@ -161,8 +161,8 @@ def _reward_model_given(cfg: PPOConfig) -> Iterator[str]:
     reward = cfg.reward_model
     if reward.enable and reward.model.path is None:
         yield (
-            "reward_model.model.path = null: needed when reward_model.enable = true; set it to the directory of a "
-            "model with a score head, or reward_model.enable=false"
+            "reward_model.model.path = null: needed when reward_model.enable = true; set "
+            "reward_model.model.path=DIRECTORY, of a model with a score head, or reward_model.enable=false"
         )
     if not reward.enable and reward.model.path is not None:
         yield (

@@ -31,7 +31,7 @@ def _pool_given(cfg: PPOConfig) -> Iterator[str]:
     if not hybrid and not pool.nnodes:
         yield (
             f"{_POOL}.nnodes = 0: needed when {HYBRID} = false, the servers have devices of their own; set "
-            f"{_POOL}.nnodes=1 or more and {_POOL}.n_gpus_per_node, or {HYBRID}=true"
+            f"{_POOL}.nnodes=1 and {_POOL}.n_gpus_per_node={pool.n_gpus_per_node}, or more of them, or {HYBRID}=true"
         )
 
 
@@ -116,7 +116,7 @@ def _no_broadcast_on_one_device(cfg: PPOConfig) -> Iterator[str]:
     if cfg.actor_rollout_ref.rollout.weight_transport == "broadcast" and cfg.actor_rollout_ref.hybrid_engine:
         yield (
             f"{_TRANSPORT} = broadcast: NCCL does not send between processes on one GPU, where trainer and servers are "
-            f"when {HYBRID} = true; set {_TRANSPORT}=auto or disk, or {HYBRID}=false"
+            f"when {HYBRID} = true; set {_TRANSPORT}=auto or disk, or {HYBRID}=false and {_POOL}.nnodes=1"
         )
 
 
@@ -125,8 +125,8 @@ def _directory_given(cfg: PPOConfig) -> Iterator[str]:
     rollout = cfg.actor_rollout_ref.rollout
     if rollout.weight_transport == "disk" and rollout.weight_transport_dir is None:
         yield (
-            f"{_DIRECTORY} = null: needed when {_TRANSPORT} = disk; set it to a directory that all nodes share, with "
-            "room for two copies of the weights"
+            f"{_DIRECTORY} = null: needed when {_TRANSPORT} = disk; set {_DIRECTORY}={cfg.trainer.default_local_dir}, "
+            "or another directory that all nodes share, with room for two copies of the weights"
         )
     if rollout.weight_transport != "disk" and rollout.weight_transport_dir is not None:
         yield (

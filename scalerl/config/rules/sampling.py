@@ -55,27 +55,43 @@ def _filter(cfg: PPOConfig) -> Iterator[str]:
 @rule(_STALENESS, _GEN, _TRAIN, f"{CORRECTION}.rollout_rs", f"{CORRECTION}.rollout_is")
 def _staleness(cfg: PPOConfig) -> Iterator[str]:
     bound, partial = cfg.trainer.max_staleness, cfg.actor_rollout_ref.rollout.partial_rollout
-    hybrid = cfg.actor_rollout_ref.hybrid_engine
-    if partial and not bound:
+    lacks = list(_lacks_of_older_samples(cfg)) if bound or partial else []
+    if lacks:
+        key, value = (_PARTIAL, "true") if partial else (_STALENESS, bound)
+        ways = [f"{_PARTIAL}=false"] if partial else []
+        ways += [f"{_STALENESS}=0"] if bound else []
+        pool = f"{HYBRID}=false and {ROLLOUT}.resource_pool.nnodes=1"
+        own = f"; or give the servers devices of their own: {pool}" if cfg.actor_rollout_ref.hybrid_engine else ""
         yield (
-            f"{_PARTIAL} = true: an interrupted sample goes on under a newer policy, which {_STALENESS} = 0 forbids; "
-            f"set {_STALENESS}=1 or more, or {_PARTIAL}=false"
+            f"{key} = {value}: {', and '.join(why for why, _ in lacks)}; set "
+            f"{' and '.join(setting for _, settings in lacks for setting in settings)}, or {' and '.join(ways)}{own}"
         )
-    if bound and hybrid and not partial:
+
+
+def _lacks_of_older_samples(cfg: PPOConfig) -> Iterator[tuple[str, list[str]]]:
+    """What training on samples of older policies lacks: (why, settings that provide it)."""
+    partial, train = cfg.actor_rollout_ref.rollout.partial_rollout, cfg.data.train_batch_size
+    correction = cfg.algorithm.rollout_correction
+    if not cfg.trainer.max_staleness:
+        yield f"an interrupted sample goes on under a newer policy, which {_STALENESS} = 0 forbids", [f"{_STALENESS}=1"]
+    if cfg.actor_rollout_ref.hybrid_engine:
+        if not partial:
+            yield (
+                "servers on the trainer's devices cannot generate while it computes, and have unfinished samples to go "
+                "on with alone",
+                [f"{_PARTIAL}=true"],
+            )
+        if cfg.data.gen_batch_size <= train:
+            # Half as many again: those that are unfinished when the others fill the batch.
+            yield (
+                f"nothing is left unfinished while {_GEN} = {_TRAIN} = {train}",
+                [f"{_GEN}={train + max(1, train // 2)}"],
+            )
+    if not corrects(correction):
+        settings = [f"{CORRECTION}.bypass_mode=false"] if correction.bypass_mode else []
         yield (
-            f"{_STALENESS} = {bound}: servers on the trainer's devices cannot generate while it computes; give them "
-            f"devices of their own ({HYBRID}=false), carry unfinished samples from step to step ({_PARTIAL}=true with "
-            f"{_GEN} above {_TRAIN}), or set {_STALENESS}=0"
-        )
-    if bound and hybrid and partial and cfg.data.gen_batch_size == cfg.data.train_batch_size:
-        yield (
-            f"{_PARTIAL} = true: nothing is left unfinished while {_GEN} = {_TRAIN} = {cfg.data.train_batch_size}; set "
-            f"{_GEN} to more, or {_PARTIAL}=false and {_STALENESS}=0"
-        )
-    if bound and not corrects(cfg.algorithm.rollout_correction):
-        yield (
-            f"{_STALENESS} = {bound}: samples of an older policy need a correction of the loss; set "
-            f"{CORRECTION}.rollout_is=token (or sequence), or {CORRECTION}.rollout_rs, or {_STALENESS}=0"
+            "samples of an older policy need a correction of the loss",
+            [*settings, f"{CORRECTION}.rollout_is=token"],
         )
 
 

@@ -6,11 +6,15 @@ import difflib
 from collections.abc import Iterator
 from typing import Any
 
+from scalerl.config.companions import BEST_METRIC
 from scalerl.config.layout_sizes import world_size
 from scalerl.config.rules.base import rule
-from scalerl.config.schema import LOGGERS
+from scalerl.config.schema import LOGGERS, SFTConfig
 from scalerl.config.sections import IMPORT_FILES
 from scalerl.config.value_checks import show
+
+# The steps between checkpoints that a message proposes.
+_SAVE_FREQ = 20
 
 
 @rule("trainer.resume_mode", "trainer.resume_from_path")
@@ -18,8 +22,8 @@ def _resume(cfg: Any) -> Iterator[str]:
     mode, path = cfg.trainer.resume_mode, cfg.trainer.resume_from_path
     if mode == "resume_path" and path is None:
         yield (
-            "trainer.resume_from_path = null: needed when trainer.resume_mode = resume_path; set it to a "
-            "global_step_N directory, or trainer.resume_mode=auto"
+            "trainer.resume_from_path = null: needed when trainer.resume_mode = resume_path; set "
+            f"trainer.resume_from_path={cfg.trainer.default_local_dir}/global_step_N, or trainer.resume_mode=auto"
         )
     if mode != "resume_path" and path is not None:
         yield (
@@ -34,31 +38,43 @@ def _resume(cfg: Any) -> Iterator[str]:
     "trainer.best_ckpt_metric",
     "trainer.ckpt_every_to_keep",
     "trainer.test_freq",
+    "trainer.save_freq",
+    "data.val_files",
 )
 def _kept_checkpoints(cfg: Any) -> Iterator[str]:
     trainer = cfg.trainer
     best, metric, every = trainer.best_ckpt_to_keep, trainer.best_ckpt_metric, trainer.ckpt_every_to_keep
-    if best and metric is None:
-        yield (
-            f"trainer.best_ckpt_metric = null: needed when trainer.best_ckpt_to_keep = {best}; set it to a metric of "
-            "the validation, or trainer.best_ckpt_to_keep=0"
-        )
+    keep, lacks = "trainer.max_actor_ckpt_to_keep", _lacks_of_best(cfg)
     if metric is not None and not best:
         yield (
             f"trainer.best_ckpt_metric = {metric}: has no effect when trainer.best_ckpt_to_keep = 0; set "
-            "trainer.best_ckpt_to_keep=1 or more, or trainer.best_ckpt_metric=null"
+            f"{' and '.join(['trainer.best_ckpt_to_keep=1', *lacks])}, or trainer.best_ckpt_metric=null"
         )
-    if best and trainer.test_freq <= 0:
+    if best and lacks:
         yield (
-            f"trainer.best_ckpt_to_keep = {best}: no checkpoint of an earlier step has a metric when "
-            f"trainer.test_freq = {trainer.test_freq}; set trainer.test_freq so that it divides trainer.save_freq"
+            f"trainer.best_ckpt_to_keep = {best}: needs checkpoints before the last, a validation of their steps with "
+            f"the metric that ranks them, and a number of others that stay; set {' and '.join(lacks)}, or "
+            "trainer.best_ckpt_to_keep=0"
         )
-    if (best or every) and trainer.max_actor_ckpt_to_keep is None:
-        key, value = ("best_ckpt_to_keep", best) if best else ("ckpt_every_to_keep", every)
+    if every and not best and trainer.max_actor_ckpt_to_keep is None:
         yield (
-            f"trainer.{key} = {value}: all checkpoints stay when trainer.max_actor_ckpt_to_keep = null; set "
-            "trainer.max_actor_ckpt_to_keep to how many of the newest shall stay beside them"
+            f"trainer.ckpt_every_to_keep = {every}: all checkpoints stay when {keep} = null; set {keep}=1, or how many "
+            "of the newest shall stay beside them"
         )
+
+
+def _lacks_of_best(cfg: Any) -> list[str]:
+    """The keys that trainer.best_ckpt_to_keep lacks, each with a value that works."""
+    trainer, is_sft = cfg.trainer, isinstance(cfg, SFTConfig)
+    every = trainer.save_freq if trainer.save_freq > 0 else _SAVE_FREQ
+    values = {
+        f"trainer.save_freq={every}": trainer.save_freq > 0,
+        f"trainer.test_freq={every}": trainer.test_freq > 0,
+        "data.val_files=FILE": not is_sft or cfg.data.val_files is not None,
+        f"trainer.best_ckpt_metric={BEST_METRIC['sft' if is_sft else 'ppo']}": trainer.best_ckpt_metric is not None,
+        "trainer.max_actor_ckpt_to_keep=1": trainer.max_actor_ckpt_to_keep is not None,
+    }
+    return [text for text, is_given in values.items() if not is_given]
 
 
 @rule("trainer.logger", IMPORT_FILES)

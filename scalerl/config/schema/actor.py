@@ -44,7 +44,7 @@ class PolicyLossConfig:
 class PPOModelConfig:
     """The keys that actor and critic have in common: how a step's samples become updates."""
 
-    # Prompts per optimizer update (times rollout.n = samples).
+    # Prompts per optimizer update (times rollout.n = samples). Not set: at most data.train_batch_size.
     ppo_mini_batch_size: int = key(256, at_least(1))
     # Tokens of a packed micro-batch, over all devices that share its samples.
     max_tokens_per_micro_batch: int = key(times(16384, f"{_ACTOR}.megatron.context_parallel_size"), at_least(1))

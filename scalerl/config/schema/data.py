@@ -52,7 +52,7 @@ class CustomClassConfig:
 
     # Python file with a dataset class of your own; null: RLHFDataset.
     path: str | None = key(None, or_null(TEXT))
-    # The class; required with path.
+    # The class; null: the only one in the file that has __len__ and __getitem__.
     name: str | None = key(None, or_null(TEXT))
 
 

@@ -75,9 +75,10 @@ class JudgeConfig(ServerConfig):
 class OverlongBufferConfig:
     """The penalty of responses that come near their limit of tokens."""
 
-    # With reward_manager=dapo: lower the score of responses that end in the last `len` tokens of max_resp_len.
+    # With reward_manager=dapo, then the default: lower the score of responses that end in the last `len` tokens of
+    # max_resp_len.
     enable: bool = False
-    # Tokens of the buffer.
+    # Tokens of the buffer. Not set, with enable: a fifth of max_resp_len.
     len: int = key(0, at_least(0))
     # What is taken off at max_resp_len; less before, in proportion to the tokens in the buffer.
     penalty_factor: float = key(1.0, at_least(0))
@@ -104,6 +105,9 @@ class RewardManagerConfig:
 class RewardModelConfig(MicroBatchConfig, RewardManagerConfig):
     """`reward_model` of `scalerl train`."""
 
+    # naive | batch | dapo | prime, or a name registered with rewards.register_reward_manager. Not set: dapo with
+    # overlong_buffer.enable.
+    reward_manager: str = RewardManagerConfig.reward_manager
     # Score the samples of prompts whose reward_model.style is "model" with reward_model.model; the others keep the
     # reward function's score.
     enable: bool = False

@@ -38,7 +38,7 @@ class ValSamplingConfig(SamplingConfig):
 
     # Samples per prompt.
     n: int = key(1, at_least(1))
-    # False: greedy, whatever the temperature.
+    # False: greedy, whatever the temperature. Not set: true where n is above 1.
     do_sample: bool = False
 
 
@@ -88,7 +88,7 @@ class ProgramConfig:
 class RolloutConfig(ServerConfig):
     """The servers of the policy."""
 
-    # Samples per prompt.
+    # Samples per prompt. Not set: 8 where algorithm.adv_estimator compares the samples of a prompt.
     n: int = key(1, at_least(1))
     # Generate max_response_length tokens, even where the response ends earlier.
     ignore_eos: bool = False
@@ -112,7 +112,8 @@ class RolloutConfig(ServerConfig):
     # broadcast: over the network (NCCL, on a CPU gloo); disk: through files in weight_transport_dir;
     # auto: shared with hybrid_engine, else broadcast.
     weight_transport: str = key("auto", one_of("auto", "shared", "broadcast", "disk"))
-    # Directory on a file system that all nodes share, with room for two copies of the weights; for disk alone.
+    # Directory on a file system that all nodes share, with room for two copies of the weights; for disk alone. Not set,
+    # with weight_transport=disk: trainer.default_local_dir.
     weight_transport_dir: str | None = key(None, or_null(TEXT))
     # Compare per-tensor checksums of server and trainer after the first 3 syncs of a run, after those to a restarted
     # server, and after every k-th; 0 never.

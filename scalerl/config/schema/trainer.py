@@ -60,7 +60,7 @@ class RunConfig(UserFilesConfig, DevicesConfig):
     # Steps between checkpoints; the last step has one, too. -1: the last step alone; 0: none, and the trained weights
     # are lost. A run that is asked to stop saves in any case.
     save_freq: int = key(-1, SAVE_FREQ)
-    # Steps between validations; -1: none in between.
+    # Steps between validations; -1: none in between. Not set, with best_ckpt_to_keep: save_freq.
     test_freq: int = key(-1, all_or_at_least(1))
     # Checkpoints, resolved config, metrics.jsonl and the MLflow file of this run.
     default_local_dir: str = key("outputs/${trainer.project_name}/${trainer.experiment_name}", TEXT)
@@ -72,12 +72,13 @@ class RunConfig(UserFilesConfig, DevicesConfig):
     resume_mode: str = key("auto", one_of("auto", "disable", "resume_path"))
     # A global_step_N directory, for resume_mode=resume_path alone.
     resume_from_path: str | None = key(None, or_null(TEXT))
-    # Newest checkpoints that stay; null keeps all.
+    # Newest checkpoints that stay; null keeps all. Not set, with best_ckpt_to_keep or ckpt_every_to_keep: 1.
     max_actor_ckpt_to_keep: int | None = key(None, or_null(at_least(1)))
-    # Checkpoints with the best best_ckpt_metric that stay beside the newest; this and ckpt_every_to_keep need
-    # max_actor_ckpt_to_keep.
+    # Checkpoints with the best best_ckpt_metric that stay beside the newest; needs save_freq above 0.
     best_ckpt_to_keep: int = key(0, at_least(0))
-    # A metric of the validation, as it is logged; a checkpoint whose step was not validated has none.
+    # A metric of the validation, as it is logged; * stands for any text, and several metrics count by their mean. A
+    # checkpoint whose step was not validated has none. Not set, with best_ckpt_to_keep: the mean reward of all data
+    # sources, val-core/*/reward/mean@*; of fine-tuning val/loss.
     best_ckpt_metric: str | None = key(None, or_null(TEXT))
     # Which best_ckpt_metric is the better one: max or min.
     best_ckpt_mode: str = key("max", one_of("max", "min"))
@@ -150,9 +151,11 @@ class SFTTrainerConfig(RunConfig):
 
     experiment_name: str = "sft"
     # Steps between validations on data.val_files; before the first step and at the last there is one, too. -1: these
-    # two alone; 0: none.
+    # two alone; 0: none. Not set, with best_ckpt_to_keep: save_freq.
     test_freq: int = key(RunConfig.test_freq, SAVE_FREQ)
     max_actor_ckpt_to_keep: int | None = 1
+    # Which best_ckpt_metric is the better one: max or min.
+    best_ckpt_mode: str = "min"
 
 
 @dataclass

@@ -47,11 +47,11 @@ def violations(kind: str, values: dict[str, Any], device: str | None = None) -> 
         ),
         (
             {"cp_comm_type": "a2a+p2p", "context_parallel_size": 8},
-            ["sizes = null", "product is", "context_parallel_size = 8; set [2,4] or [4,2]"],
+            ["sizes = null", "product is", "context_parallel_size = 8; set ", "sizes=[2,4] or [4,2], or "],
         ),
         (
             {"cp_comm_type": "a2a+p2p", "context_parallel_size": 8, "hierarchical_context_parallel_sizes": [2, 2]},
-            ["sizes = [2,2]", "context_parallel_size = 8; set [2,4] or [4,2]"],
+            ["sizes = [2,2]", "context_parallel_size = 8; set ", "sizes=[2,4] or [4,2], or "],
         ),
         # Not a product of two sizes above 1.
         ({"cp_comm_type": "a2a+p2p"}, ["context_parallel_size = 1; set", "cp_comm_type=p2p, which needs none"]),

@@ -164,7 +164,7 @@ def test_an_option_is_guessed_only_where_one_is_near():
 
 
 def test_missing_values_and_broken_rules_come_together():
-    messages = violations("ppo", "data.train_batch_size=100", f"{ROLLOUT}.n=4")
+    messages = violations("ppo", "data.train_batch_size=400", f"{ROLLOUT}.n=4")
     assert [text.split(" ")[0] for text in messages] == [
         "data.train_files:",
         "data.val_files:",
@@ -196,6 +196,7 @@ def test_relations_are_checked_beside_an_unknown_key_and_a_wrong_type():
         "ppo",
         *PPO,
         *BATCHES,
+        f"{ROLLOUT}.n=1",
         f"{ROLLOUT}.val_kwargs.n=4",
         f"{ROLLOUT}.val_kwargs.do_sample=false",
         "trainer.nosuch=1",
@@ -366,7 +367,6 @@ def test_all_wrong_keys_of_a_file_and_of_the_command_line_are_named_with_the_fil
         f"criticism: no such key in {path}; did you mean critic?",
         "trainer.node: no such key; did you mean trainer.nnodes?",
         "data.train_files: missing",
-        f"{ROLLOUT}.n = 1: ",
     ]
     assert len(messages) == len(starts)
     assert all(text.startswith(start) for text, start in zip(messages, starts, strict=True))

@@ -66,10 +66,26 @@ RULES = [
     (["trainer.critic_warmup=3"], "trainer.critic_warmup = 3: this run has no critic"),
     (["reward_model.enable=true"], "reward_model.model.path = null: needed when reward_model.enable = true"),
     (["reward_model.model.path=rm"], "reward_model.model.path = rm: has no effect when reward_model.enable = false"),
-    ([f"{JUDGE}.enable=true", *JUDGE_POOL], f"{JUDGE}.model.path = null: needed when {JUDGE}.enable = true"),
-    ([f"{JUDGE}.model.path=j"], f"{JUDGE}.model.path = j: has no effect when {JUDGE}.enable = false"),
-    (JUDGE_ON, f"{JUDGE}.resource_pool.nnodes = 0: needed when {JUDGE}.enable = true"),
-    (JUDGE_POOL, f"{JUDGE}.resource_pool.nnodes = 2: has no effect, this run has no judge"),
+    (
+        [f"{JUDGE}.enable=true", *JUDGE_POOL],
+        f"{JUDGE}.enable = true: needs the directory of a language model, and devices of its own, as it writes while "
+        f"the policy generates; set {JUDGE}.model.path=DIRECTORY, or {JUDGE}.enable=false",
+    ),
+    (
+        [f"{JUDGE}.model.path=j"],
+        f"{JUDGE}.model.path = j: has no effect when {JUDGE}.enable = false; set {JUDGE}.enable=true and "
+        f"{JUDGE}.resource_pool.nnodes=1 and {JUDGE}.resource_pool.n_gpus_per_node=8, or leave {JUDGE}.model.path out",
+    ),
+    (
+        JUDGE_ON,
+        f"{JUDGE}.enable = true: needs the directory of a language model, and devices of its own, as it writes while "
+        f"the policy generates; set {JUDGE}.resource_pool.nnodes=1 and {JUDGE}.resource_pool.n_gpus_per_node=8, or",
+    ),
+    (
+        JUDGE_POOL,
+        f"{JUDGE}.resource_pool.nnodes = 2: has no effect when {JUDGE}.enable = false; set {JUDGE}.enable=true and "
+        f"{JUDGE}.model.path=DIRECTORY, or leave {JUDGE}.resource_pool.nnodes out",
+    ),
     (
         [*JUDGE_ON, *JUDGE_POOL, f"{JUDGE}.tensor_model_parallel_size=5"],
         f"{JUDGE}.tensor_model_parallel_size = 5: a replica is on one node or on whole nodes, so it must be at most "
@@ -104,7 +120,7 @@ def test_all_that_is_wrong_with_a_judge_comes_at_once() -> None:
             "ppo", [*PPO, f"{JUDGE}.enable=true", f"{JUDGE}.min_score=10", f"{JUDGE}.pattern=10", f"{JUDGE}.scale=0"]
         )
     assert [text.partition(" = ")[0] for text in error.value.violations] == [
-        f"{JUDGE}.{key}" for key in ("pattern", "scale", "model.path", "resource_pool.nnodes", "min_score")
+        f"{JUDGE}.{key}" for key in ("pattern", "scale", "enable", "min_score")
     ]
 
 

@@ -45,11 +45,22 @@ ILLEGAL: dict[str, tuple[list[str], list[str]]] = {
         ["algorithm.filter_groups.enable=true", "reward_model.enable=true", "reward_model.model.path=r"],
         ["filter_groups.enable = true", "reward_model.enable=false"],
     ),
-    "interrupted under the same policy": ([f"{PARTIAL}=true"], ["partial_rollout = true", f"{STALE}=1 or more"]),
+    "interrupted under the same policy": (
+        [f"{PARTIAL}=true"],
+        ["partial_rollout = true", f"set {STALE}=1 and data.gen_batch_size=1536 and {CORRECTED}, or {PARTIAL}=false"],
+    ),
+    "interrupted on devices of their own": (
+        [*OWN, f"{PARTIAL}=true"],
+        ["partial_rollout = true", f"set {STALE}=1 and {CORRECTED}, or"],
+    ),
     "ahead on the trainer's devices": (BOUND_1, [f"{STALE} = 1", "hybrid_engine=false", f"{PARTIAL}=true"]),
     "nothing to interrupt": (
         [*BOUND_1, f"{PARTIAL}=true"],
-        ["partial_rollout = true", "set data.gen_batch_size to more"],
+        ["partial_rollout = true", "set data.gen_batch_size=1536, or"],
+    ),
+    "no correction but bypassing": (
+        [*OWN, f"{STALE}=1", "algorithm.rollout_correction.bypass_mode=true"],
+        ["need a correction", f"set algorithm.rollout_correction.bypass_mode=false and {CORRECTED}, or"],
     ),
     "no correction": ([*OWN, f"{STALE}=1"], [f"{STALE} = 1", "need a correction", "rollout_is=token"]),
 }

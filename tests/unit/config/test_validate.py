@@ -453,7 +453,7 @@ PPO_RELATIONS = {
     "reference unused": ({"actor_rollout_ref.ref.model_path": "r"}, ["ref.model_path = r", "use_kl_loss=true"]),
     "thresholds without tests": (
         {f"{CORRECTION}.rollout_rs_threshold": 2.0},
-        [f"{CORRECTION}.rollout_rs_threshold = 2.0: there are no tests", "set rollout_rs"],
+        [f"{CORRECTION}.rollout_rs_threshold = 2.0: there are no tests", f"set {CORRECTION}.rollout_rs=seq_mean_k3"],
     ),
     "normalizing no weights": (
         {f"{CORRECTION}.rollout_is_batch_normalize": True},
@@ -461,14 +461,14 @@ PPO_RELATIONS = {
     ),
     "weights of what is bypassed": (
         {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.rollout_is": "token"},
-        [f"{CORRECTION}.rollout_is = token: bypass_mode takes the sampler's log-probs", "bypass_mode to false"],
+        [f"{CORRECTION}.rollout_is = token: bypass_mode takes", f"{CORRECTION}.bypass_mode=false"],
     ),
     "resume path missing": ({"trainer.resume_mode": "resume_path"}, ["resume_from_path = null"]),
     "resume path unused": ({"trainer.resume_from_path": "p"}, ["resume_from_path = p", "resume_mode=resume_path"]),
     "best without a metric": (
         {"trainer.best_ckpt_to_keep": 2, "trainer.max_actor_ckpt_to_keep": 1, "trainer.max_critic_ckpt_to_keep": 1}
-        | {"trainer.test_freq": 1},
-        ["trainer.best_ckpt_metric = null: needed"],
+        | {"trainer.test_freq": 1, "trainer.save_freq": 1},
+        ["trainer.best_ckpt_to_keep = 2: needs", "set trainer.best_ckpt_metric=val-core/*/reward/mean@*, or"],
     ),
     "late profile": (
         {"trainer.profile_steps": [3, 9], "trainer.total_training_steps": 8},
@@ -481,8 +481,17 @@ PPO_RELATIONS = {
     "metric of no best": ({"trainer.best_ckpt_metric": "m"}, ["best_ckpt_metric = m: has no effect"]),
     "best without validations": (
         {"trainer.best_ckpt_to_keep": 2, "trainer.max_actor_ckpt_to_keep": 1, "trainer.max_critic_ckpt_to_keep": 1}
-        | {"trainer.best_ckpt_metric": "m"},
-        ["trainer.best_ckpt_to_keep = 2: no checkpoint of an earlier step has a metric", "trainer.test_freq"],
+        | {"trainer.best_ckpt_metric": "m", "trainer.save_freq": 5},
+        ["trainer.best_ckpt_to_keep = 2: needs", "set trainer.test_freq=5, or"],
+    ),
+    "best of the last step alone": (
+        {"trainer.best_ckpt_to_keep": 2, "trainer.max_actor_ckpt_to_keep": 1, "trainer.max_critic_ckpt_to_keep": 1}
+        | {"trainer.best_ckpt_metric": "m", "trainer.test_freq": 5},
+        ["trainer.best_ckpt_to_keep = 2: needs checkpoints before the last", "set trainer.save_freq=20, or"],
+    ),
+    "overlong responses of a manager that does not look at them": (
+        {"reward_model.overlong_buffer.enable": True, "reward_model.overlong_buffer.len": 8},
+        ["overlong_buffer.enable = true: has no effect when reward_model.reward_manager = naive", "manager=dapo"],
     ),
     "every step beside all": (
         {"trainer.ckpt_every_to_keep": 5},
@@ -511,6 +520,11 @@ SFT_RELATIONS = {
     ),
     "min_lr": ({"optim.min_lr": 1.0}, ["optim.min_lr = 1.0"]),
     "resume path missing": ({"trainer.resume_mode": "resume_path"}, ["resume_from_path = null"]),
+    "the best by a validation without data": (
+        {"trainer.best_ckpt_to_keep": 1, "trainer.best_ckpt_metric": "val/loss"}
+        | {"trainer.save_freq": 5, "trainer.test_freq": 5},
+        ["best_ckpt_to_keep = 1: needs", "set data.val_files=FILE, or"],
+    ),
 }
 RELATIONS = [("ppo", *case) for case in PPO_RELATIONS.items()] + [("sft", *case) for case in SFT_RELATIONS.items()]
 

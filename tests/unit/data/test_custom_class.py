@@ -78,6 +78,12 @@ def test_a_class_derived_from_rlhfdataset(write, tokenizer, make_row, custom):
         data[4]
 
 
+def test_the_only_class_of_a_file_needs_no_name(write, tokenizer, make_row, custom):
+    code = EVERY_OTHER + "\n\nclass Helper: pass\n"
+    data = create_rl_dataset(write([make_row(truth=str(i)) for i in range(4)]), tokenizer, custom(code, None))
+    assert [row.ground_truth for row in data] == ["0", "2"]
+
+
 def test_the_rows_reach_a_process_without_the_file(write, tokenizer, make_row, custom, tmp_path):
     data = create_rl_dataset(write([make_row()] * 2), tokenizer, custom(EVERY_OTHER, "EveryOther"))
     packed = tmp_path / "packed"
@@ -102,7 +108,12 @@ def test_every_argument_arrives(tokenizer, custom):
 @pytest.mark.parametrize(
     ("code", "name", "texts"),
     [
-        ("x = 1", None, ["data.custom_cls.name = null: set both"]),
+        ("x = 1", None, ["data.custom_cls.name = null: which class of", "its classes: none; define one with __len__"]),
+        (
+            "class A(list): pass\nclass B(list): pass\nclass C: pass\n",
+            None,
+            ["which class of", "A, B could be it; set data.custom_cls.name=A"],
+        ),
         ("class Mine(:\n", "Mine", ["does not import: SyntaxError", "dataset.py:1"]),
         ("import nonsense_module\n", "Mine", ["does not import: ModuleNotFoundError", "dataset.py:1: import nonsense"]),
         ("class Main: pass\n", "Mine", ["does not define the class 'Mine' (its classes: Main)", "name=Main"]),
@@ -122,7 +133,7 @@ def test_every_argument_arrives(tokenizer, custom):
         (own("return {'uid': i}"), "Mine", ["rows 0, 1, 2: __getitem__ returns dict; return a scalerl.data.PromptRow"]),
         (own("return 1 / (2 - i)"), "Mine", ["ZeroDivisionError", "dataset.py:6: def __getitem__"]),
     ],
-    ids=range(11),
+    ids=range(12),
 )  # fmt: skip
 def test_a_class_that_cannot_be_used(tokenizer, custom, code, name, texts):
     message = error_of(custom(code, name), tokenizer)

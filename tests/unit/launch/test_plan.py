@@ -156,12 +156,17 @@ def test_what_the_partition_does_not_allow(slurm: SlurmConfig, num_nodes: int, e
             False,
             ["slurm.container = pyxis: srun has no --container-image"],
         ),
-        (SlurmConfig(container="apptainer"), False, ["slurm.image = null: slurm.container=apptainer needs one"]),
+        (SlurmConfig(container="apptainer"), False, ["slurm.image = null: slurm.container=apptainer needs one; set "]),
         (SlurmConfig(container="apptainer", image="/no/a.sif"), False, ["slurm.image = /no/a.sif: no such file"]),
         (
             SlurmConfig(image="a.sif", mounts=["/x"]),
             False,
-            ["slurm.image = a.sif: without", "slurm.mounts = ['/x']: wi"],
+            ["slurm.image = a.sif and slurm.mounts = [/x]: without a container; set slurm.container=apptainer, or p"],
+        ),
+        (
+            SlurmConfig(mounts=["/x"]),
+            False,
+            ["slurm.mounts = [/x]: without a container; set slurm.container=apptainer and slurm.image=IMAGE.sif, or"],
         ),
     ],
 )

@@ -20,6 +20,7 @@ from scalerl.errors import UserError
 from scalerl.families import ModelShape
 from scalerl.parallel.layout import Layout
 from scalerl.parallel.megatron_overrides import (
+    dispatcher_line,
     fits,
     kernel_violations,
     megatron_values,
@@ -131,7 +132,14 @@ def test_gradients_are_added_up_by_a_fused_kernel_only_where_there_is_one(monkey
     [
         ({"moe_token_dispatcher_type": "flex"}, "cpu", "runs on GPUs only, and the device is cpu"),
         ({"moe_token_dispatcher_type": "flex"}, "cuda", "needs deep_ep, which cannot be imported here; install it"),
-        ({"moe_enable_deepep": True}, "cuda", "only with moe_token_dispatcher_type = flex; set that too"),
+        (
+            {"moe_enable_deepep": True, "moe_token_dispatcher_type": "alltoall"},
+            "cuda",
+            "of the dispatcher flex alone; set m.override_transformer_config.moe_token_dispatcher_type=flex, or",
+        ),
+        # The dispatcher follows.
+        ({"moe_enable_deepep": True}, "cuda", "needs deep_ep, which cannot be imported here; install it"),
+        ({"moe_flex_dispatcher_backend": "hybridep"}, "cuda", "needs deep_ep with HybridEPBuffer, which"),
         (
             {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"},
             "cuda",
@@ -149,4 +157,17 @@ def test_kernels_of_deepep(fields: dict[str, Any], device: str, text: str | None
     monkeypatch.setattr(fused_a2a, "HAVE_DEEP_EP", True)
     monkeypatch.setattr(fused_a2a, "HAVE_HYBRIDEP", True)
     here = list(kernel_violations("m", megatron, device="cuda"))
-    assert here == ([] if text is None or "only with" not in text else violations)
+    assert here == ([] if text is None or "flex alone" not in text else violations)
+
+
+@pytest.mark.parametrize("name", ["moe_enable_deepep", "moe_flex_dispatcher_backend"])
+def test_the_dispatcher_of_tokens_follows_from_deepep(name: str):
+    given = {name: True if name == "moe_enable_deepep" else "deepep"}
+    assert transformer_values(given, on_cpu=False) == given | {"moe_token_dispatcher_type": "flex"}
+    key = "m.override_transformer_config"
+    assert dispatcher_line("m", MegatronConfig(override_transformer_config=given)) == (
+        f"{key}.moe_token_dispatcher_type = flex, which follows from {key}.{name} = {str(given[name]).lower()}"
+    )
+    for own in ({"moe_token_dispatcher_type": "alltoall"} | given, {"bias_dropout_fusion": True}):
+        assert transformer_values(own, on_cpu=False) == own
+        assert dispatcher_line("m", MegatronConfig(override_transformer_config=own)) is None

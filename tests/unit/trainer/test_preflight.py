@@ -15,6 +15,7 @@ from scalerl.data import PromptCursor, load_tokenizer
 from scalerl.trainer import preflight
 from scalerl.trainer.beginning import finished_at
 from scalerl.trainer.checkpoints import SavedModel
+from scalerl.trainer.main_ppo import main
 from scalerl.trainer.preflight import check_ppo, check_sft
 from tests.tiny_models import make_tiny_model
 from tests.whole_saves import save
@@ -397,6 +398,22 @@ def test_experts_tokens_by_a_package_that_is_not_here_are_refused(directory: Pat
     (violation,) = error.value.violations
     assert violation.startswith(f"{section}.moe_token_dispatcher_type = flex and moe_enable_deepep = true: DeepEP runs")
     assert check_ppo(cfg, "cpu")
+
+
+def test_what_follows_from_a_key_is_in_the_start(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = config(directory, "qwen3", "embedded", 0)
+    data = [f"data.train_files={cfg.data.train_files}", f"data.val_files={cfg.data.val_files}"]
+    model, reward = cfg.actor_rollout_ref.model.path, cfg.custom_reward_function.path
+    keys = ["data.max_prompt_length=64", "data.train_batch_size=4", "actor_rollout_ref.rollout.name=embedded"]
+    own = [*data, *keys, "trainer.device=cpu", "trainer.n_gpus_per_node=1", f"trainer.default_local_dir={tmp_path}"]
+    run = ["--dry-run", *own, f"actor_rollout_ref.model.path={model}", f"custom_reward_function.path={reward}"]
+    assert main([*run, "trainer.best_ckpt_to_keep=2", "trainer.save_freq=1"]) == 0
+    said = capsys.readouterr().out
+    assert "trainer.test_freq = 1, which follows from trainer.best_ckpt_to_keep = 2, trainer.save_freq = 1\n" in said
+    assert "actor_rollout_ref.rollout.n = 8, which follows from algorithm.adv_estimator = grpo\n" in said
+    assert "the newest 1 stay (trainer.max_actor_ckpt_to_keep)" not in said, "one step has one checkpoint"
 
 
 def test_a_fused_kernel_that_is_not_here_is_left_out_with_a_line(

@@ -364,6 +364,13 @@ def test_the_best_by_a_metric_of_the_validation_stays(tmp_path: Path, ranks: Ran
         UserError, match=r"trainer\.best_ckpt_metric = val/score: no metric of the validation; it has b"
     ):
         kept.tested(5, {"b": 1.0})
+    # Data sources count alike.
+    all_sources = Saves(replace(trainer, default_local_dir=str(tmp_path / "all"), best_ckpt_metric="val-core/*/mean@*"))
+    for step, (first, second) in ((1, (0.2, 0.8)), (2, (0.9, 0.0)), (3, (0.4, 0.1))):
+        all_sources.tested(step, {"val-core/a/mean@4": first, "val-core/b.c/mean@1": second, "val-aux/a/mean@4": 9.0})
+        all_sources.save(step, ranks.models(), {}, wait=True)
+    assert names(tmp_path / "all") == ["global_step_1", "global_step_3"]
+    assert read_trainer_state(tmp_path / "all" / "global_step_1")["metrics"] == {"val-core/*/mean@*": 0.5}
     assert "the newest 1 stay (trainer.max_actor_ckpt_to_keep), the 1 with the largest val/score" in (
         checkpoints.announcement(replace(trainer, save_freq=1), 5)
     )
