@@ -24,10 +24,13 @@ def select_rows(column: Column, rows: Sequence[int]) -> Column:
 
 def join_columns(columns: Sequence[Column], name: str) -> Column:
     """Joins columns row after row. Raises ValueError where only some are jagged, or where dtypes or shapes differ."""
-    kinds = {(type(column).__name__, _values(column).dtype, tuple(_values(column).shape[1:])) for column in columns}
+    kinds = {
+        (type(column).__name__, column_values(column).dtype, tuple(column_values(column).shape[1:]))
+        for column in columns
+    }
     if len(kinds) > 1:
         raise ValueError(f"DataProto.concat: column {name!r} is of different kinds: {sorted(map(str, kinds))}")
-    values = torch.cat([_values(column) for column in columns])
+    values = torch.cat([column_values(column) for column in columns])
     if isinstance(columns[0], Tensor):
         return values
     return Jagged(
@@ -37,10 +40,14 @@ def join_columns(columns: Sequence[Column], name: str) -> Column:
 
 def equal_columns(a: Column, b: Column) -> bool:
     """Whether two columns are equal in kind, dtype and every value."""
-    if type(a) is not type(b) or _values(a).dtype != _values(b).dtype or _values(a).shape != _values(b).shape:
+    if (
+        type(a) is not type(b)
+        or column_values(a).dtype != column_values(b).dtype
+        or column_values(a).shape != column_values(b).shape
+    ):
         return False
     lengths = isinstance(a, Tensor) or (isinstance(b, Jagged) and torch.equal(a.cu_seqlens, b.cu_seqlens))
-    return lengths and torch.equal(_values(a), _values(b))
+    return lengths and torch.equal(column_values(a), column_values(b))
 
 
 def unpadded(padded: Tensor, mask: Tensor) -> Jagged:
@@ -78,5 +85,6 @@ def padding_mask(lengths: Tensor, width: int, side: Literal["left", "right"] = "
     return is_token.to(torch.int64)
 
 
-def _values(column: Column) -> Tensor:
+def column_values(column: Column) -> Tensor:
+    """The numbers of a column: a tensor itself, or the tokens [T, ...] of a jagged one, end to end."""
     return column if isinstance(column, Tensor) else column.values

@@ -16,6 +16,7 @@ from torch import Tensor
 from scalerl import protocol
 from scalerl.compat.jagged_columns import (
     Column,
+    column_values,
     equal_columns,
     join_columns,
     padded,
@@ -50,6 +51,9 @@ class DataProto:
 
     batch: name -> [rows, ...] tensor or `Jagged`.  non_tensor_batch: name -> [rows] array.  meta_info: of the batch.
     Raises ValueError where columns have different numbers of rows.
+
+    Methods have verl's names, arguments and defaults; docs/extending.md says which are not here, and where these are
+    stricter.
     """
 
     batch: Batch = field(default_factory=Batch)
@@ -77,13 +81,23 @@ class DataProto:
         tensors: Mapping[str, Column] | None = None,
         non_tensors: Mapping[str, Any] | None = None,
         meta_info: dict[str, Any] | None = None,
+        num_batch_dims: int = 1,
+        auto_padding: bool = False,
     ) -> DataProto:
+        """Makes a batch of columns; lists among non_tensors become arrays.
+
+        Raises ValueError for num_batch_dims other than 1 and for auto_padding, which only workers of verl act on.
+        """
+        _check_of_verl(num_batch_dims, auto_padding)
         arrays = {name: _array(values) for name, values in (non_tensors or {}).items()}
         return cls(Batch(tensors or {}), arrays, dict(meta_info or {}))
 
     @classmethod
-    def from_single_dict(cls, data: Mapping[str, Any], meta_info: dict[str, Any] | None = None) -> DataProto:
+    def from_single_dict(
+        cls, data: Mapping[str, Any], meta_info: dict[str, Any] | None = None, auto_padding: bool = False
+    ) -> DataProto:
         """Makes a batch of one dict: tensors and jagged columns go to batch, everything else to non_tensor_batch."""
+        _check_of_verl(1, auto_padding)
         tensors = {name: column for name, column in data.items() if isinstance(column, Tensor | Jagged)}
         return cls.from_dict(tensors, {name: data[name] for name in data if name not in tensors}, meta_info)
 
@@ -128,11 +142,18 @@ class DataProto:
         return DataProto(Batch({**self.batch, **filled}), dict(self.non_tensor_batch), dict(self.meta_info))
 
     @classmethod
-    def from_tensordict(cls, tensor_dict: Any, meta_info: dict[str, Any] | None = None) -> DataProto:
-        """Makes a batch of a TensorDict: nested tensors become jagged; what is no tensor goes to non_tensor_batch."""
+    def from_tensordict(
+        cls, tensor_dict: Any = None, meta_info: dict[str, Any] | None = None, num_batch_dims: int = 1
+    ) -> DataProto:
+        """Makes a batch of a TensorDict: nested tensors become jagged; what is no tensor goes to non_tensor_batch.
+
+        Raises ValueError for num_batch_dims other than 1.
+        """
+        _check_of_verl(num_batch_dims, auto_padding=False)
         tensors, others = {}, {}
-        for name in tensor_dict.keys():  # noqa: SIM118  # a TensorDict iterates over its rows
-            value: Any = tensor_dict.get(name)
+        given: Any = {} if tensor_dict is None else tensor_dict
+        for name in given.keys():  # noqa: SIM118  # a TensorDict iterates over its rows
+            value: Any = given.get(name)
             if isinstance(value, Tensor):
                 # torch's types do not know nested tensors.
                 nested: Any = value
@@ -249,6 +270,19 @@ class DataProto:
             raise ValueError(f"{len(repeat_times)} numbers of times for {len(self)} rows")
         return self._select_rows([row for row, times in enumerate(repeat_times) for _ in range(int(times))])
 
+    def padding(self, padding_size: int, padding_candidate: str = "") -> None:
+        """Adds padding_size rows at the end in place: copies of the last row, or of the first with "first".
+
+        Raises ValueError for a batch without rows.
+        """
+        if not padding_size:
+            return
+        if not len(self):
+            raise ValueError("a batch without rows cannot be padded")
+        row = 0 if padding_candidate == "first" else len(self) - 1
+        padded_rows = self._select_rows([*range(len(self)), *[row] * padding_size])
+        self.batch, self.non_tensor_batch = padded_rows.batch, padded_rows.non_tensor_batch
+
     def chunk(self, chunks: int) -> list[DataProto]:
         """Divides the rows into parts of equal size.
 
@@ -353,9 +387,11 @@ class DataProto:
                 del mine[name]
         return popped
 
-    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
-        """Renames columns of batch in place, and returns this batch."""
-        old, new = ([keys] if isinstance(keys, str) else list(keys) for keys in (old_keys, new_keys))
+    def rename(
+        self, old_keys: str | Sequence[str] | None = None, new_keys: str | Sequence[str] | None = None
+    ) -> DataProto:
+        """Renames columns of batch in place, and returns this batch. Raises ValueError where both are not as many."""
+        old, new = ([keys] if isinstance(keys, str) else list(keys or ()) for keys in (old_keys, new_keys))
         if len(old) != len(new):
             raise ValueError(f"DataProto.rename: {len(old)} names, {len(new)} new ones")
         _picked(self.batch, old, "batch")
@@ -389,6 +425,28 @@ class DataProto:
         )
         self.batch, self.non_tensor_batch, self.meta_info = joined.batch, joined.non_tensor_batch, joined.meta_info
         return self
+
+    def print_size(self, prefix: str = "") -> None:
+        """Prints the GiB of the tensor columns and of the array columns."""
+        tensors = [column_values(column) for column in self.batch.values()]
+        gib = [
+            sum(tensor.element_size() * tensor.numel() for tensor in tensors) / 2**30,
+            sum(array.nbytes for array in self.non_tensor_batch.values()) / 2**30,
+        ]
+        print(f"{prefix + ', ' if prefix else ''}batch: {gib[0]:.3g} GiB, non_tensor_batch: {gib[1]:.3g} GiB")
+
+    def get_data_info(self) -> str:
+        """Describes every column with its shape and dtype, and every entry of meta_info with its type, a line each."""
+        lines = ["batch"]
+        for name, column in self.batch.items():
+            values = column_values(column)
+            rows = f"{len(column)} rows of " if isinstance(column, Jagged) else ""
+            lines.append(f"  {name}: {rows}{tuple(values.shape)} ({values.dtype}) {values.device}")
+        lines.append("non_tensor_batch")
+        lines += [f"  {name}: {array.shape} ({array.dtype})" for name, array in self.non_tensor_batch.items()]
+        lines.append("meta_info")
+        lines += [f"  {name}: {type(value).__name__}" for name, value in self.meta_info.items()]
+        return "\n".join(lines)
 
     def to(self, device: torch.device | str) -> DataProto:
         """Moves the columns of batch to a device in place, and returns this batch."""
@@ -450,6 +508,16 @@ class DataProtoFuture:
 
         whole = self.collect_fn(ray.get(self.futures))
         return whole if self.dispatch_fn is None else self.dispatch_fn(whole)
+
+
+def _check_of_verl(num_batch_dims: int, auto_padding: bool) -> None:
+    """Raises ValueError for arguments that verl's constructors have and that mean nothing here."""
+    if num_batch_dims != 1:
+        raise ValueError(f"num_batch_dims = {num_batch_dims}: a batch has one dimension of rows; leave it out")
+    if auto_padding:
+        raise ValueError(
+            "auto_padding = True: nothing pads a batch on its way to workers here; pad it with pad_dataproto_to_divisor"
+        )
 
 
 def _array(values: Any) -> np.ndarray:
