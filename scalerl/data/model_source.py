@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from scalerl.data.hub import HubError, fetch_from_hub
 from scalerl.data.local_copy import copy_to_local, is_remote
 from scalerl.errors import UserError
 from scalerl.model_files import FETCHED
@@ -95,41 +96,12 @@ def model_keys(cfg: Any, prefix: str = "") -> Iterator[tuple[Any, str, str]]:
 
 
 def _from_hub(repo: str, revision: str | None, setting: str) -> str:
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    here = f"{setting}: there is no such directory in {Path.cwd()}"
-    by_hand = f"fetch it elsewhere (hf download {repo} --local-dir DIR) and give DIR"
     try:
-        directory = snapshot_download(repo, revision=revision, allow_patterns=FETCHED)
-    except GatedRepoError as error:
-        raise ModelSourceError(
-            f"{setting}: its owner gives it to those who accepted its terms; accept them on "
-            f"{constants.ENDPOINT}/{repo}, and log in (hf auth login, or HF_TOKEN)"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise ModelSourceError(f"{setting}: {repo} has no branch, tag or commit {revision}") from error
-    except RepositoryNotFoundError as error:
-        raise ModelSourceError(
-            f"{here}, and {constants.ENDPOINT} has no model {repo}, or does not show it to this user; correct it, or "
-            "log in (hf auth login, or HF_TOKEN)"
-        ) from error
-    except LocalEntryNotFoundError as error:
-        if constants.HF_HUB_OFFLINE:
-            why = f"HF_HUB_OFFLINE is set, and it is not whole in {constants.HF_HUB_CACHE}"
-        else:
-            why = f"{constants.ENDPOINT} does not answer, and it is not whole in {constants.HF_HUB_CACHE}"
-        raise ModelSourceError(f"{here}, and {why}; {by_hand}") from error
-    except (HfHubHTTPError, OSError) as error:
-        raise ModelSourceError(f"{setting}: cannot be fetched ({error}); start again to go on, or {by_hand}") from error
-    _check_bytes(Path(directory), setting)
-    return directory
+        directory = fetch_from_hub(repo, revision, "model", FETCHED, setting=setting)
+    except HubError as error:
+        raise ModelSourceError(str(error)) from error
+    _check_bytes(directory, setting)
+    return str(directory)
 
 
 def _check_bytes(snapshot: Path, setting: str) -> None:

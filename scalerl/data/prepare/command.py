@@ -14,6 +14,7 @@ from scalerl.config.schema import DataConfig
 from scalerl.data.files import SUFFIXES, DataFile, read_chunks, resolve_files
 from scalerl.data.local_copy import is_remote
 from scalerl.data.prepare import own_rows, reasoning_gym_rows
+from scalerl.data.prepare.hub_sets import HubSet
 from scalerl.data.prepare.own_rows import OwnColumns, as_conversations, read_own
 from scalerl.data.prepare.rows import SOURCES, DataSource
 from scalerl.data.prepare.splits import TRAIN, VAL, Rows, Split, split_of, split_rows
@@ -34,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _convert(arguments: argparse.Namespace) -> Split:
     source = SOURCES[arguments.name]
-    files = _files(arguments.local, None, arguments.cache_dir) + _files(arguments.val, VAL, arguments.cache_dir)
+    files = _files(arguments, SUFFIXES)
     read: dict[str, Rows] = {TRAIN: [], VAL: []}
     for file, split in files:
         rows = _read(file, source, arguments.instruction)
@@ -51,9 +52,7 @@ def _own(arguments: argparse.Namespace) -> int:
     columns = OwnColumns(
         arguments.prompt, arguments.answer, arguments.template, arguments.system, arguments.data_source, arguments.sft
     )
-    suffixes = own_rows.OWN_SUFFIXES
-    files = _files(arguments.local, None, arguments.cache_dir, suffixes)
-    files += _files(arguments.val, VAL, arguments.cache_dir, suffixes)
+    files = _files(arguments, own_rows.OWN_SUFFIXES)
     read: dict[str, Rows] = {TRAIN: [], VAL: []}
     for file, name in files:
         rows = read_own(file.path, file.name, columns)
@@ -112,7 +111,8 @@ def _parser() -> argparse.ArgumentParser:
             nargs="+",
             required=True,
             metavar="FILE",
-            help="original files, folders with them, or URLs; by their names, test and val validate, the others train",
+            help="original files, folders with them, URLs, or a data set of the Hugging Face hub (ORGANISATION/NAME, "
+            "@REVISION); by their names, test and val validate, the others train",
         )
         command.add_argument(
             "--val", nargs="+", default=[], metavar="FILE", help="files that validate, whatever their names"
@@ -120,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--val-size", type=int, metavar="N", help="without validation files: take N rows out of training"
         )
+        command.add_argument("--subset", metavar="NAME", help="of a data set on the hub that has several")
         command.add_argument("--seed", type=int, default=0, help="which rows --val-size takes (default 0)")
         command.add_argument("--cache-dir", default=DataConfig.cache_dir, help="copies of URLs (default %(default)s)")
         _add_common(command, instruction)
@@ -169,23 +170,35 @@ def _add_common(command: argparse.ArgumentParser, instruction: str) -> None:
     command.add_argument("--overwrite", action="store_true", help="replace files that are there")
 
 
-def _files(
-    local_paths: Sequence[str], split: str | None, cache_dir: str, suffixes: Sequence[str] = SUFFIXES
-) -> list[tuple[DataFile, str]]:
-    """The files at the given paths, with the split of each; files in folders are sorted by name."""
-    paths: list[str] = []
-    for path in local_paths:
-        if is_remote(path) or not Path(path).expanduser().is_dir():
-            paths.append(path)
-            continue
-        inside = sorted(str(file) for file in Path(path).expanduser().rglob("*") if file.suffix in suffixes)
-        inside = [path for path in inside if Path(path).name not in own_rows.NO_ROWS]
-        if not inside:
-            raise DataError([f"folder {path} holds no file that ends in {', '.join(suffixes)}; correct the path"])
-        paths += inside
-    return [
-        (file, split or split_of(file.name)) for file in (resolve_files(paths, cache_dir, suffixes) if paths else [])
-    ]
+def _files(arguments: argparse.Namespace, suffixes: Sequence[str]) -> list[tuple[DataFile, str]]:
+    """The files of --local and --val, with the split of each; files in folders are sorted by name."""
+    found: list[tuple[DataFile, str]] = []
+    has_hub_set = False
+    for argument, paths, split in (("--local", arguments.local, None), ("--val", arguments.val, VAL)):
+        local: list[str] = []
+        for path in paths:
+            if (hub_set := HubSet.parse(path)) is not None:
+                has_hub_set = True
+                of_set = hub_set.files(argument, arguments.subset, suffixes)
+                found += [(file, split or split_in_set) for file, split_in_set in of_set]
+            else:
+                local += _in_folder(path, suffixes)
+        resolved = resolve_files(local, arguments.cache_dir, suffixes) if local else []
+        found += [(file, split or split_of(file.name)) for file in resolved]
+    if arguments.subset is not None and not has_hub_set:
+        raise DataError([f"--subset {arguments.subset}: is for a data set on the hub (--local ORGANISATION/NAME)"])
+    return found
+
+
+def _in_folder(path: str, suffixes: Sequence[str]) -> list[str]:
+    """The files in a folder, sorted by name; the path itself where it is none."""
+    if is_remote(path) or not Path(path).expanduser().is_dir():
+        return [path]
+    inside = sorted(str(file) for file in Path(path).expanduser().rglob("*") if file.suffix in suffixes)
+    inside = [path for path in inside if Path(path).name not in own_rows.NO_ROWS]
+    if not inside:
+        raise DataError([f"folder {path} holds no file that ends in {', '.join(suffixes)}; correct the path"])
+    return inside
 
 
 def _read(file: DataFile, source: DataSource, instruction: str) -> Rows:

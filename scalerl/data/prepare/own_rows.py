@@ -14,7 +14,7 @@ from scalerl.data.prepare.csv_rows import csv_chunks
 from scalerl.data.problems import DataError, FileProblems, excerpt, type_name
 
 NAME = "own"
-ABOUT = "your own csv, json, jsonl or parquet, or a hub data set's folder: columns by name"
+ABOUT = "your own csv, json, jsonl or parquet, or a data set of the Hugging Face hub: columns by name"
 OWN_SUFFIXES = (*SUFFIXES, ".csv")
 # Files in folders of data sets that hold no rows.
 NO_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")

@@ -2,128 +2,35 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from scalerl.config.schema import PPOConfig, SFTConfig
 from scalerl.data.model_source import ModelSourceError, fetch_models, hub_name, model_directory, model_keys
+from tests.hub_mirror import COMMIT, Hub
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO = "makers/model"
 # More than the piece of 10 MiB by which the client writes.
 WEIGHTS = bytes(range(256)) * (12 << 12)
 
 
-@dataclass
-class Hub:
-    """A mirror of one model.  cut: bytes of the weights after which their first transfer breaks off."""
-
-    url: str = ""
-    files: dict[str, bytes] = field(default_factory=lambda: {"config.json": b"{}", "model.safetensors": WEIGHTS,
-                                                            "pytorch_model.bin": b"the same again"})  # fmt: skip
-    cut: int | None = None
-    # The weights are not sent before so many clients have asked for them.
-    awaited: int = 0
-    # (method, path, range) of each request.
-    requests: list[tuple[str, str, str | None]] = field(default_factory=list)
-    says_sha256: str = hashlib.sha256(WEIGHTS).hexdigest()
-
-    def wait_for_clients(self) -> None:
-        while (
-            sum(method == "HEAD" and path.endswith(".safetensors") for method, path, _ in self.requests) < self.awaited
-        ):
-            time.sleep(0.01)
-
-
-class Handler(BaseHTTPRequestHandler):
-    def __init__(self, hub: Hub, *args) -> None:
-        self.hub = hub
-        super().__init__(*args)
-
-    def log_message(self, format: str, *args) -> None:
-        pass
-
-    def do_HEAD(self) -> None:
-        self.answer(with_body=False)
-
-    def do_GET(self) -> None:
-        self.answer(with_body=True)
-
-    def answer(self, with_body: bool) -> None:
-        path, span = self.path.partition("?")[0], self.headers.get("Range")
-        self.hub.requests.append((self.command, path, span))
-        if path in (f"/api/models/{REPO}/revision/{revision}" for revision in ("main", "v1", COMMIT)):
-            siblings = [{"rfilename": name, "size": len(data)} for name, data in self.hub.files.items()]
-            self.send(200, json.dumps({"id": REPO, "sha": COMMIT, "siblings": siblings}).encode(), {})
-        elif path.startswith(f"/api/models/{REPO}/tree/"):
-            tree = [{"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-                    for name, data in self.hub.files.items()]  # fmt: skip
-            self.send(200, json.dumps(tree).encode(), {})
-        elif (name := path.rpartition("/")[2]) in self.hub.files and path.startswith(f"/{REPO}/resolve/"):
-            self.send_file(name, span, with_body)
-        else:
-            code = "RevisionNotFound" if path.startswith(f"/api/models/{REPO}/") else "RepoNotFound"
-            self.send(404, b"{}", {"X-Error-Code": code})
-
-    def send_file(self, name: str, span: str | None, with_body: bool) -> None:
-        data = self.hub.files[name]
-        etag = self.hub.says_sha256 if name == "model.safetensors" else hashlib.sha1(data).hexdigest()
-        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-        start = int(span.removeprefix("bytes=").partition("-")[0]) if span else 0
-        if span:
-            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-        body = data[start:]
-        if with_body and name == "model.safetensors":
-            self.hub.wait_for_clients()
-        if with_body and name == "model.safetensors" and self.hub.cut is not None:
-            cut, self.hub.cut = self.hub.cut, None
-            self.send(206 if span else 200, body[:cut], headers | {"Content-Length": str(len(body))})
-            self.close_connection = True
-            return
-        self.send(206 if span else 200, body if with_body else b"", headers | {"Content-Length": str(len(body))})
-
-    def send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for key, value in ({"Content-Length": str(len(body))} | headers).items():
-            self.send_header(key, value)
-        self.end_headers()
-        self.wfile.write(body)
-
-
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    mirror = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, mirror))
-    mirror.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield mirror
-    server.shutdown()
-    server.server_close()
+    files = {"config.json": b"{}", "model.safetensors": WEIGHTS, "pytorch_model.bin": b"the same again"}
+    with Hub(REPO, files).serving() as mirror:
+        yield mirror
 
 
-def fetch(hub_url: str, home: Path, *paths: str, offline: bool = False) -> list[str]:
+def fetch(hub: Hub, home: Path, *paths: str, offline: bool = False) -> list[str]:
     """What `model_directory` says of each path, in a process that may ask the hub."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    env |= {
-        "HF_ENDPOINT": hub_url,
-        "HF_HOME": str(home),
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }
+    env |= hub.environment(home)
     env |= {"HF_HUB_OFFLINE": "1"} if offline else {}
     code = (
         "import sys\n"
@@ -140,7 +47,7 @@ def fetch(hub_url: str, home: Path, *paths: str, offline: bool = False) -> list[
 def test_model_comes_from_the_hub_once_and_is_found_offline(hub: Hub, tmp_path: Path) -> None:
     page = f"{hub.url}/{REPO}/tree/v1"
     by_name, by_revision, by_page, unknown, no_revision = fetch(
-        hub.url, tmp_path, REPO, f"hf://{REPO}@{COMMIT}", page, "makers/other", f"{REPO}@v2"
+        hub, tmp_path, REPO, f"hf://{REPO}@{COMMIT}", page, "makers/other", f"{REPO}@v2"
     )
     assert Path(by_name).name == COMMIT and by_name == by_revision == by_page
     assert {path.name for path in Path(by_name).iterdir()} == {"config.json", "model.safetensors"}
@@ -151,7 +58,7 @@ def test_model_comes_from_the_hub_once_and_is_found_offline(hub: Hub, tmp_path: 
     )
     assert "has no branch, tag or commit v2" in no_revision
     number = len(hub.requests)
-    offline, missing = fetch(hub.url, tmp_path, REPO, "makers/other", offline=True)
+    offline, missing = fetch(hub, tmp_path, REPO, "makers/other", offline=True)
     assert offline == by_name and len(hub.requests) == number
     assert "HF_HUB_OFFLINE is set, and it is not whole in" in missing and "hf download makers/other" in missing
 
@@ -160,7 +67,7 @@ def test_two_processes_that_fetch_the_same_model_at_once(hub: Hub, tmp_path: Pat
     """As the jobs of a sweep do: one transfers the weights while the other, which has asked for them, waits."""
     hub.awaited = 2
     with ThreadPoolExecutor(2) as pool:
-        fetched = list(pool.map(lambda _: fetch(hub.url, tmp_path, REPO), range(2)))
+        fetched = list(pool.map(lambda _: fetch(hub, tmp_path, REPO), range(2)))
     assert fetched[0] == fetched[1]
     (directory,) = fetched[0]
     assert (Path(directory) / "model.safetensors").read_bytes() == WEIGHTS
@@ -169,17 +76,17 @@ def test_two_processes_that_fetch_the_same_model_at_once(hub: Hub, tmp_path: Pat
 
 def test_cut_transfer_goes_on_and_other_bytes_are_refused(hub: Hub, tmp_path: Path) -> None:
     hub.cut = 11 << 20
-    (directory,) = fetch(hub.url, tmp_path / "cut", REPO)
+    (directory,) = fetch(hub, tmp_path / "cut", REPO)
     assert (Path(directory) / "model.safetensors").read_bytes() == WEIGHTS
     spans = [span for method, path, span in hub.requests if method == "GET" and path.endswith("model.safetensors")]
     assert len(spans) == 2 and spans[1] == f"bytes={10 << 20}-"
     hub.says_sha256 = "0" * 64
-    (text,) = fetch(hub.url, tmp_path / "other", REPO)
+    (text,) = fetch(hub, tmp_path / "other", REPO)
     assert "model.safetensors has the SHA-256" in text and f"the hub says {'0' * 64}" in text
 
 
 def test_hub_that_does_not_answer_says_so(tmp_path: Path) -> None:
-    (text,) = fetch("http://127.0.0.1:9", tmp_path, REPO)
+    (text,) = fetch(Hub(REPO, {}, url="http://127.0.0.1:9"), tmp_path, REPO)
     assert text.startswith("ModelSourceError") and "127.0.0.1:9" in text and "--local-dir" in text
 
 

@@ -1,0 +1,68 @@
+"""Fetches repositories of a hub like Hugging Face's into the hub's cache, with errors that say what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from scalerl.errors import UserError
+
+
+class HubError(UserError):
+    """Raised when a repository cannot be fetched."""
+
+
+def fetch_from_hub(
+    repo: str,
+    revision: str | None,
+    kind: Literal["model", "dataset"],
+    patterns: Sequence[str],
+    *,
+    setting: str,
+    absent: str = "there is no such directory",
+) -> Path:
+    """Fetches the files of a repository that match a pattern, and returns the directory in the hub's cache with them.
+
+    Processes wait for each other, an interrupted download continues, and what is whole is found without the hub
+    (HF_ENDPOINT; HF_HUB_OFFLINE: it is not asked).
+
+    repo: ORGANISATION/NAME.  revision: a branch, a tag or a commit; None: main.  setting: "key = value" or an argument
+    of a command, for messages.  absent: what of that name is not on this machine.  Raises HubError.
+    """
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    here = f"{setting}: {absent} in {Path.cwd()}"
+    of_kind = "" if kind == "model" else f" --repo-type {kind}"
+    by_hand = f"fetch it elsewhere (hf download {repo}{of_kind} --local-dir DIR) and give DIR"
+    what = "model" if kind == "model" else "data set"
+    try:
+        return Path(snapshot_download(repo, revision=revision, repo_type=kind, allow_patterns=list(patterns)))
+    except GatedRepoError as error:
+        page = repo if kind == "model" else f"datasets/{repo}"
+        raise HubError(
+            f"{setting}: its owner gives it to those who accepted its terms; accept them on "
+            f"{constants.ENDPOINT}/{page}, and log in (hf auth login, or HF_TOKEN)"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise HubError(f"{setting}: {repo} has no branch, tag or commit {revision}") from error
+    except RepositoryNotFoundError as error:
+        raise HubError(
+            f"{here}, and {constants.ENDPOINT} has no {what} {repo}, or does not show it to this user; correct it, or "
+            "log in (hf auth login, or HF_TOKEN)"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        if constants.HF_HUB_OFFLINE:
+            why = f"HF_HUB_OFFLINE is set, and it is not whole in {constants.HF_HUB_CACHE}"
+        else:
+            why = f"{constants.ENDPOINT} does not answer, and it is not whole in {constants.HF_HUB_CACHE}"
+        raise HubError(f"{here}, and {why}; {by_hand}") from error
+    except (HfHubHTTPError, OSError) as error:
+        raise HubError(f"{setting}: cannot be fetched ({error}); start again to go on, or {by_hand}") from error
