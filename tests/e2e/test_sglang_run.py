@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from scalerl.checkpoint.store import find_latest_ckpt_path, integrity_problem
 from scalerl.errors import EXIT_INTERRUPTED
 from scalerl.trainer.beginning import command_line
 from tests.e2e.conftest import StartJob
@@ -27,19 +28,20 @@ def arguments(inputs: Inputs, run_dir: Path, *more: str) -> list[str]:
 
 @pytest.fixture
 def generating(inputs: Inputs, start_job: StartJob, tmp_path: Path) -> Job:
-    """A job in the middle of the generation of step 1."""
+    """A job in the middle of the generation of step 2; step 1 is saved."""
     pause = Pause(tmp_path / "pause")
-    pause.in_step(1)
+    pause.in_step(2)
     job = start_job(
         arguments(
             inputs,
             tmp_path / "run",
             "trainer.val_before_train=false",
+            "trainer.save_freq=1",
             f"+custom_reward_function.reward_kwargs.pause_dir={pause.directory}",
         ),
         tmp_path,
     )
-    job.wait_for(pause.reached, "the generation of step 1")
+    job.wait_for(pause.reached, "the generation of step 2")
     assert any("sglang" in command for command in job.commands())
     return job
 
@@ -49,12 +51,12 @@ def test_ctrl_c_leaves_nothing(generating: Job) -> None:
     generating.interrupt()
     assert generating.finish(120) == EXIT_INTERRUPTED, generating.tail()
     # Which checkpoint stands, and the command to go on.
-    run_dir = f"{generating.directory / 'run'}"
+    saved = generating.directory / "run" / "global_step_1"
     given = list(generating.arguments[len(main_ppo([])) :])
     assert generating.stderr == (
-        f"There is no checkpoint in {run_dir} yet. To go on (from the start):\n  {command_line('train', given)}\n"
-        "Interrupted.\n"
+        f"The checkpoint {saved} stands. To go on:\n  {command_line('train', given)}\nInterrupted.\n"
     )
+    assert find_latest_ckpt_path(saved.parent) == str(saved) and integrity_problem(saved, digests=True) is None
     generating.assert_gone()
 
 
