@@ -74,8 +74,8 @@ SlurmctldHost=login(10.99.0.1)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-# A requeued job waits for twice this, 121 s by default.
-AuthInfo=cred_expire=5
+# A requeued job waits for twice this, 121 s by default; a launch that takes longer, on a busy disk, fails.
+AuthInfo=cred_expire=8
 CredType=cred/munge
 StateSaveLocation={root}/state
 SlurmdSpoolDir={root}/nodes/%n/spool

@@ -172,7 +172,7 @@ def _add_common(command: argparse.ArgumentParser, instruction: str) -> None:
 
 def _files(arguments: argparse.Namespace, suffixes: Sequence[str]) -> list[tuple[DataFile, str]]:
     """The files of --local and --val, with the split of each; files in folders are sorted by name."""
-    found: list[tuple[DataFile, str]] = []
+    files_and_splits: list[tuple[DataFile, str]] = []
     has_hub_set = False
     for argument, paths, split in (("--local", arguments.local, None), ("--val", arguments.val, VAL)):
         local: list[str] = []
@@ -180,14 +180,14 @@ def _files(arguments: argparse.Namespace, suffixes: Sequence[str]) -> list[tuple
             if (hub_set := HubSet.parse(path)) is not None:
                 has_hub_set = True
                 of_set = hub_set.files(argument, arguments.subset, suffixes)
-                found += [(file, split or split_in_set) for file, split_in_set in of_set]
+                files_and_splits += [(file, split or split_in_set) for file, split_in_set in of_set]
             else:
                 local += _in_folder(path, suffixes)
         resolved = resolve_files(local, arguments.cache_dir, suffixes) if local else []
-        found += [(file, split or split_of(file.name)) for file in resolved]
+        files_and_splits += [(file, split or split_of(file.name)) for file in resolved]
     if arguments.subset is not None and not has_hub_set:
         raise DataError([f"--subset {arguments.subset}: is for a data set on the hub (--local ORGANISATION/NAME)"])
-    return found
+    return files_and_splits
 
 
 def _in_folder(path: str, suffixes: Sequence[str]) -> list[str]:

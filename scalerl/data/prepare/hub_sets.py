@@ -68,15 +68,15 @@ class HubSet:
         except HubError as error:
             raise DataError([str(error)]) from error
         names = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
-        found = split_files([name for name in names if PurePosixPath(name).suffix in suffixes], declared)
-        if not found:
+        names_and_splits = split_files([name for name in names if PurePosixPath(name).suffix in suffixes], declared)
+        if not names_and_splits:
             raise DataError(
                 [
                     f"{setting}: holds no file that ends in {', '.join(suffixes)}; for rows that a program of the "
                     f"data set makes, give the hub's own parquet files: {self.repo}@refs/convert/parquet"
                 ]
             )
-        return [(DataFile(f"{self.repo}/{name}", str(directory / name)), split) for name, split in found]
+        return [(DataFile(f"{self.repo}/{name}", str(directory / name)), split) for name, split in names_and_splits]
 
     def _fetch(self, patterns: Sequence[str], setting: str) -> Path:
         absent = "there is no such file or folder"
@@ -93,14 +93,14 @@ def declared_files(card: str, subset: str | None, setting: str) -> list[tuple[st
     files, folder = chosen.get("data_files"), str(chosen.get("data_dir") or "").strip("/")
     if isinstance(files, Mapping):
         files = [{"split": split, "path": path} for split, path in files.items()]
-    found: list[tuple[str | None, str]] = []
+    splits_and_patterns: list[tuple[str | None, str]] = []
     for entry in files if isinstance(files, list) else [files] if files else []:
         split, paths = (entry.get("split"), entry.get("path")) if isinstance(entry, Mapping) else (None, entry)
-        found += [(split, str(path)) for path in (paths if isinstance(paths, list) else [paths])]
-    if folder and not found:
-        found = [(None, "*")]
+        splits_and_patterns += [(split, str(path)) for path in (paths if isinstance(paths, list) else [paths])]
+    if folder and not splits_and_patterns:
+        splits_and_patterns = [(None, "*")]
     prefix = f"{folder}/" if folder else ""
-    return [(split, prefix + pattern.removeprefix("./").replace("**/", "*")) for split, pattern in found]
+    return [(split, prefix + pattern.removeprefix("./").replace("**/", "*")) for split, pattern in splits_and_patterns]
 
 
 def split_files(names: Sequence[str], declared: Sequence[tuple[str | None, str]]) -> list[tuple[str, str]]:
@@ -108,12 +108,12 @@ def split_files(names: Sequence[str], declared: Sequence[tuple[str | None, str]]
 
     declared: as `declared_files` returns; files that it does not name are left out, if it names any.
     """
-    found = []
+    names_and_splits = []
     for name in names:
         splits = [split for split, pattern in declared if fnmatchcase(name, pattern)]
         if (splits or not declared) and PurePosixPath(name).name not in NO_ROWS:
-            found.append((name, split_of((splits[0] if splits else None) or name)))
-    return found
+            names_and_splits.append((name, split_of((splits[0] if splits else None) or name)))
+    return names_and_splits
 
 
 def _subsets(card: str) -> dict[str, Mapping[str, Any]]:

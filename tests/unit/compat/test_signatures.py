@@ -84,16 +84,16 @@ def arguments(function: Any) -> dict[str, Any]:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_method_has_verls_arguments(owner: type, name: str, expected: dict[str, Any]) -> None:
-    found = arguments(getattr(owner, name))
-    assert found == expected and list(found) == list(expected)
+    own_arguments = arguments(getattr(owner, name))
+    assert own_arguments == expected and list(own_arguments) == list(expected)
     static = {DataProto: {"load_from_disk", "concat"}, DataProtoFuture: {"concat"}}[owner]
     assert isinstance(inspect.getattr_static(owner, name), staticmethod) == (name in static)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_a_function_has_verls_arguments(function: Any) -> None:
-    found = arguments(function)
-    assert found == FUNCTIONS[function] and list(found) == list(FUNCTIONS[function])
+    own_arguments = arguments(function)
+    assert own_arguments == FUNCTIONS[function] and list(own_arguments) == list(FUNCTIONS[function])
 
 
 def test_fields_are_verls() -> None:

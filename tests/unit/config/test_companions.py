@@ -102,8 +102,10 @@ def test_defaults_that_follow_from_another_key(name: str) -> None:
 
 
 def test_what_follows_is_said_with_the_reason() -> None:
-    found = composed("ppo", overrides("ppo", f"{ROLLOUT}.n=4", "trainer.ckpt_every_to_keep=5"))
-    assert found.followed == ("trainer.max_actor_ckpt_to_keep = 1, which follows from trainer.ckpt_every_to_keep = 5",)
+    composition = composed("ppo", overrides("ppo", f"{ROLLOUT}.n=4", "trainer.ckpt_every_to_keep=5"))
+    assert composition.followed == (
+        "trainer.max_actor_ckpt_to_keep = 1, which follows from trainer.ckpt_every_to_keep = 5",
+    )
     assert composed("ppo", overrides("ppo", f"{ROLLOUT}.n=4")).followed == ()
 
 
@@ -223,13 +225,15 @@ def test_a_key_alone_passes_or_one_message_says_all_that_it_needs(kind: Kind, mo
     for leaf in keys_alone(kind):
         for value in candidates(leaf):
             tried += 1
-            found = violations(kind, {leaf.key: value})
-            if not found:
+            messages = violations(kind, {leaf.key: value})
+            if not messages:
                 continue
             refused += 1
-            settings = proposed(found[0])
-            if len(found) > 1 or not settings or (left := violations(kind, {leaf.key: value} | settings)):
-                failures.append((leaf.key, value, found, settings, [] if len(found) > 1 or not settings else left))
+            settings = proposed(messages[0])
+            if len(messages) > 1 or not settings or (left := violations(kind, {leaf.key: value} | settings)):
+                failures.append(
+                    (leaf.key, value, messages, settings, [] if len(messages) > 1 or not settings else left)
+                )
     assert failures == []
     fewest = {"ppo": (250, 30), "sft": (90, 8), "generation": (40, 0), "eval": (10, 0)}[kind]
     assert tried >= fewest[0] and refused >= fewest[1]
