@@ -33,6 +33,8 @@ from scalerl import cli
 from scalerl.checkpoint.store import write_trainer_state
 from scalerl.config import compose, save_resolved
 from scalerl.data import PromptCursor
+from scalerl.data.prepare import command as prepare_command
+from scalerl.data.prepare.hub_sets import HubSet
 from scalerl.errors import UserError
 from scalerl.launch.command import main as launch
 from scalerl.launch.record import SubmittedJob
@@ -66,6 +68,7 @@ NOT_RUN = {
     "scalerl train": ("takes ranks and servers: --dry-run", "tests/e2e/test_own_run.py"),
     "scalerl sft": ("takes ranks: --dry-run", "tests/e2e/test_sft.py"),
     "scalerl generate": ("takes servers: --dry-run", "tests/e2e/test_generation.py"),
+    "scalerl data gsm8k --local openai/gsm8k": ("asks a hub: its options", "tests/unit/data/test_hub_sets.py"),
     "scalerl serve": ("takes half a minute: its options", "tests/sglang/test_serve.py"),
     "scalerl chat": ("takes half a minute: its options", "tests/e2e/test_own_run.py"),
     "scalerl launch": ("takes a Slurm: up to the first question to it", "tests/slurm/test_launch.py"),
@@ -288,7 +291,10 @@ def compose_only(argv: list[str]) -> None:
 
 
 def run_data(argv: list[str]) -> None:
-    """What an earlier page made is made again."""
+    """What an earlier page made is made again; of a data set on the hub the options are read."""
+    if "--local" in argv and HubSet.parse(argv[argv.index("--local") + 1]) is not None:
+        prepare_command._parser().parse_args(argv[1:])
+        return
     shutil.rmtree(argv[argv.index("--out") + 1], ignore_errors=True)
     run(argv)
 
@@ -618,9 +624,9 @@ def test_what_is_not_run_here_runs_where_the_table_says(name: str) -> None:
 @cache
 def shown() -> str:
     """All commands, a line each."""
-    found = [words for page in PAGES for words in commands_in_text(page)]
-    found += [words for source in SOURCES for words in commands_in_comments(source)]
-    return "\n".join([*map(" ".join, found), *(block for page in PAGES for block in blocks(page))])
+    commands = [words for page in PAGES for words in commands_in_text(page)]
+    commands += [words for source in SOURCES for words in commands_in_comments(source)]
+    return "\n".join([*map(" ".join, commands), *(block for page in PAGES for block in blocks(page))])
 
 
 def test_what_is_not_run_here_is_in_the_table() -> None:
