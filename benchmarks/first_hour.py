@@ -227,16 +227,17 @@ def summarize(rounds: list[dict[str, dict[str, float]]], once: dict[str, Any]) -
 
     of_aim: the slowest round over the aim.  share_of_imports: of the medians.
     """
-    found = {
+    spreads = {
         name: {kind: record.spread([took[name][kind] for took in rounds]) for kind in kinds}
         for name, kinds in rounds[0].items()
     }
     return {
         "aims_s": AIMS_S,
-        "measured": found,
-        "of_aim": {name: found[name]["wall_s"]["max"] / aim for name, aim in AIMS_S.items()},
+        "measured": spreads,
+        "of_aim": {name: spreads[name]["wall_s"]["max"] / aim for name, aim in AIMS_S.items()},
         "share_of_imports": {
-            name: found[f"imports of {name}"]["wall_s"]["median"] / found[name]["wall_s"]["median"] for name in IMPORTS
+            name: spreads[f"imports of {name}"]["wall_s"]["median"] / spreads[name]["wall_s"]["median"]
+            for name in IMPORTS
         },
         "once_s": once,
     }

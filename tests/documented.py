@@ -52,8 +52,8 @@ def blocks(page: str) -> list[str]:
 def spans(text: str) -> list[str]:
     """The code in the text of a page or comment, outside its blocks; each once, on one line."""
     # A table's cell has \| for |.
-    found = re.findall(r"`([^`]+)`", BLOCK.sub("", text).replace("\\|", "|"))
-    return list(dict.fromkeys(" ".join(span.split()) for span in found))
+    quoted = re.findall(r"`([^`]+)`", BLOCK.sub("", text).replace("\\|", "|"))
+    return list(dict.fromkeys(" ".join(span.split()) for span in quoted))
 
 
 def commands(block: str, directory: Path) -> list[list[str]]:
@@ -108,13 +108,15 @@ def words_of(line: str) -> list[list[str]]:
         words = shlex.split(line, comments=True)
     except ValueError:  # It has an apostrophe.
         return []
-    found: list[list[str]] = [[]]
+    split_words: list[list[str]] = [[]]
     for word in words:
         if word in OPERATORS:
-            found.append([])
+            split_words.append([])
         elif word := _unbracketed(word):
-            found[-1].append(word)
-    return [[_program(command[0]), *command[1:]] for command in found if len(command) > 1 and _program(command[0])]
+            split_words[-1].append(word)
+    return [
+        [_program(command[0]), *command[1:]] for command in split_words if len(command) > 1 and _program(command[0])
+    ]
 
 
 def _unbracketed(word: str) -> str:

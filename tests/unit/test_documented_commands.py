@@ -551,8 +551,8 @@ def check_names(parts: list[str], options: list[str]) -> None:
     has_help = {"data": 2, "launch": 2, "merge": 2}.get(parts[0], 1)
     said = help_of(tuple(parts[:has_help]))
     for word in [*parts[has_help:], *options]:
-        found = word == "--help" or re.search(rf"(?<![\w-]){word}(?![\w-])", said)
-        assert found, f"scalerl {' '.join([*parts, *options])}: no {word}"
+        is_named = word == "--help" or re.search(rf"(?<![\w-]){word}(?![\w-])", said)
+        assert is_named, f"scalerl {' '.join([*parts, *options])}: no {word}"
 
 
 @cache
@@ -610,8 +610,8 @@ def own_options() -> frozenset[str]:
     sources = [
         path for folder in ("scalerl", "benchmarks", "examples", "docs") for path in (ROOT / folder).rglob("*.py")
     ]
-    found = {option for path in sources for option in re.findall(r'"(--[a-z][\w-]*)[="]', path.read_text("utf-8"))}
-    return frozenset(found | set(re.findall(r"--\w+", help_of(("merge", "split")))))
+    options = {option for path in sources for option in re.findall(r'"(--[a-z][\w-]*)[="]', path.read_text("utf-8"))}
+    return frozenset(options | set(re.findall(r"--\w+", help_of(("merge", "split")))))
 
 
 @pytest.mark.parametrize("name", NOT_RUN)
