@@ -143,7 +143,7 @@ class Saves:
         values = [value for name, value in validation.items() if pattern.fullmatch(name)]
         if not values:
             raise UserError(
-                f"trainer.best_ckpt_metric = {self._metric}: no metric of the validation; it has "
+                f"trainer.best_ckpt_metric = {self._metric}: no metric of the validation; set it to one of "
                 f"{', '.join(sorted(validation))}"
             )
         self._tested = step, sum(values) / len(values)

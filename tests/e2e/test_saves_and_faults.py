@@ -44,7 +44,8 @@ def test_a_save_that_fails_in_the_background_is_told_in_its_step(inputs: Inputs,
         # In the step in which it is known: the save of step 2 ends while step 3 runs, at the latest. Its line may be
         # lost too, where the save has taken all the room at that moment; the run says so.
         told = any(logged.get(step, {}).get("checkpoint/failed_saves") for step in (2, 3))
-        assert told or "tracking backend 'file': a write failed" in finished.stderr
+        is_lost = not {2, 3} <= logged.keys() and "tracking backend 'file': a write failed" in finished.stderr
+        assert told or is_lost
         assert [path.name for path in run_dir.glob("global_step_*")] == ["global_step_1"]
         assert integrity_problem(first, digests=True) is None
 

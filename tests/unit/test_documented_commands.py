@@ -293,7 +293,7 @@ def compose_only(argv: list[str]) -> None:
 def run_data(argv: list[str]) -> None:
     """What an earlier page made is made again; of a data set on the hub the options are read."""
     if "--local" in argv and HubSet.parse(argv[argv.index("--local") + 1]) is not None:
-        prepare_command._parser().parse_args(argv[1:])
+        prepare_command.build_parser().parse_args(argv[1:])
         return
     shutil.rmtree(argv[argv.index("--out") + 1], ignore_errors=True)
     run(argv)
@@ -624,9 +624,9 @@ def test_what_is_not_run_here_runs_where_the_table_says(name: str) -> None:
 @cache
 def shown() -> str:
     """All commands, a line each."""
-    commands = [words for page in PAGES for words in commands_in_text(page)]
-    commands += [words for source in SOURCES for words in commands_in_comments(source)]
-    return "\n".join([*map(" ".join, commands), *(block for page in PAGES for block in blocks(page))])
+    all_words = [words for page in PAGES for words in commands_in_text(page)]
+    all_words += [words for source in SOURCES for words in commands_in_comments(source)]
+    return "\n".join([*map(" ".join, all_words), *(block for page in PAGES for block in blocks(page))])
 
 
 def test_what_is_not_run_here_is_in_the_table() -> None:

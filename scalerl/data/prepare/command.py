@@ -25,7 +25,7 @@ from scalerl.errors import CommandParser
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command.  Raises DataError for files that cannot be used."""
-    arguments = _parser().parse_args(argv)
+    arguments = build_parser().parse_args(argv)
     if arguments.name == own_rows.NAME:
         return _own(arguments)
     split = _generate(arguments) if arguments.name == reasoning_gym_rows.NAME else _convert(arguments)
@@ -95,7 +95,8 @@ def _generate(arguments: argparse.Namespace) -> Split:
 _MAX_FILES_SHOWN = 20
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The arguments of `scalerl data`."""
     parser = CommandParser(
         prog="scalerl data",
         description="Prepare data for scalerl train or sft: your own files, a known data set, or a generated task.",

@@ -361,7 +361,7 @@ def test_the_best_by_a_metric_of_the_validation_stays(tmp_path: Path, ranks: Ran
     assert names(tmp_path) == ["global_step_1", "global_step_4"]
     assert "metrics" not in read_trainer_state(tmp_path / "global_step_4")
     with pytest.raises(
-        UserError, match=r"trainer\.best_ckpt_metric = val/score: no metric of the validation; it has b"
+        UserError, match=r"trainer\.best_ckpt_metric = val/score: no metric of the validation; set it to one of b"
     ):
         kept.tested(5, {"b": 1.0})
     # Data sources count alike.
