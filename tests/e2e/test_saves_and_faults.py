@@ -45,7 +45,11 @@ def test_a_save_that_fails_in_the_background_is_told_in_its_step(inputs: Inputs,
         # lost too, where the save has taken all the room at that moment; the run says so.
         told = any(logged.get(step, {}).get("checkpoint/failed_saves") for step in (2, 3))
         is_lost = not {2, 3} <= logged.keys() and "tracking backend 'file': a write failed" in finished.stderr
-        assert told or is_lost
+        assert told or is_lost, (
+            sorted(logged),
+            [logged[s].get("checkpoint/failed_saves") for s in logged],
+            finished.stderr[-600:],
+        )
         assert [path.name for path in run_dir.glob("global_step_*")] == ["global_step_1"]
         assert integrity_problem(first, digests=True) is None
 
