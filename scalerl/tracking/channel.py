@@ -121,7 +121,7 @@ class Channel:
         with self._lock:
             if self._num_lost:
                 logger.warning(
-                    "tracking backend %r: %d of %d writes were lost in this run",
+                    "tracking backend %r: %d of %d writes failed or were dropped in this run",
                     self.name,
                     self._num_lost,
                     self._num_writes,

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from scalerl.tracking.backend import RunInfo, register_backend
 
@@ -18,13 +18,16 @@ class FileBackend:
 
     If the file has lines already, the process first writes {"resumed_from": step}: the lines after it replace earlier
     ones of greater steps.
+    A line for which there is no room raises OSError; it is written before the next one, or by `finish`.
     """
 
     def __init__(self, run: RunInfo) -> None:
         self.run_dir = run.run_dir
         path = self.run_dir / "metrics.jsonl"
         drop_torn_line(path)
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
+        # Lines that could not be written yet.
+        self._waiting = b""
         if path.stat().st_size:
             self._write({"resumed_from": run.resumed_from})
 
@@ -41,11 +44,17 @@ class FileBackend:
         path.write_text(json.dumps(table, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
 
     def finish(self, status: str) -> None:
-        self._file.close()
+        with self._file:
+            self._write_waiting()
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        self._file.flush()
+        self._waiting += json.dumps(line, ensure_ascii=False).encode() + b"\n"
+        self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        while self._waiting:
+            # On a full disk less than asked for, before the next call raises: the rest of the line follows its begin.
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
 
 
 def drop_torn_line(path: Path) -> None:

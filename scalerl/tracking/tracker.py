@@ -219,7 +219,7 @@ class Tracking:
         if self._console is not None:
             self._on_console(lambda console: console.finish(status))
             if self._num_console_failures > 1:
-                logger.warning("tracking backend 'console': %d writes were lost", self._num_console_failures)
+                logger.warning("tracking backend 'console': %d writes failed", self._num_console_failures)
         deadline = time.monotonic() + self._finish_timeout_s
         for channel in self._channels.values():
             channel.close(status)

@@ -41,15 +41,10 @@ def test_a_save_that_fails_in_the_background_is_told_in_its_step(inputs: Inputs,
         assert said[0].endswith(f"; the run goes on; the newest checkpoint is {first}")
         assert "No space left on device" in finished.stderr
         logged = Record.read(run_dir).final
-        # In the step in which it is known: the save of step 2 ends while step 3 runs, at the latest. Its line may be
-        # lost too, where the save has taken all the room at that moment; the run says so.
-        told = any(logged.get(step, {}).get("checkpoint/failed_saves") for step in (2, 3))
-        is_lost = not {2, 3} <= logged.keys() and "tracking backend 'file': a write failed" in finished.stderr
-        assert told or is_lost, (
-            sorted(logged),
-            [logged[s].get("checkpoint/failed_saves") for s in logged],
-            finished.stderr[-600:],
-        )
+        # In the step in which it is known: the save of step 2 ends while step 3 runs, at the latest. Where a save has
+        # taken all the room at that moment, the line is written later.
+        told = {step: data.get("checkpoint/failed_saves") for step, data in logged.items()}
+        assert told.keys() >= {1, 2, 3} and (told[2] or told[3]), (told, finished.stderr[-600:])
         assert [path.name for path in run_dir.glob("global_step_*")] == ["global_step_1"]
         assert integrity_problem(first, digests=True) is None
 

@@ -185,7 +185,7 @@ def test_a_record_that_the_database_refuses_is_given_up_and_the_next_ones_are_ke
     assert history(run_dir, tracking.run_id) == [(1, 1.0), (3, 3.0), (4, 4.0)]
     first, last = warnings(caplog)
     assert "'mlflow': a write failed" in first and "no 2" in first
-    assert last == "tracking backend 'mlflow': 1 of 5 writes were lost in this run"
+    assert last == "tracking backend 'mlflow': 1 of 5 writes failed or were dropped in this run"
     assert client(run_dir).get_run(tracking.run_id).info.status == "FINISHED"
     assert not (run_dir / "mlflow_spool" / tracking.run_id).exists()
     assert "Traceback" not in capfd.readouterr().err

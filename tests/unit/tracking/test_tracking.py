@@ -10,6 +10,7 @@ import torch
 
 from scalerl.metrics import Metric
 from scalerl.tracking import Tracking, backend_names
+from tests.filesystems import mounted
 
 
 def jsonl(run_dir: Path) -> list[dict]:
@@ -65,6 +66,26 @@ def test_the_torn_line_of_a_killed_process_is_dropped(tmp_path):
     assert jsonl(tmp_path) == [{"step": 1, "data": {}}, {"resumed_from": 1}, {"step": 2, "data": {}}]
 
 
+def test_lines_that_a_full_disk_refuses_are_written_when_it_has_room(tmp_path, caplog):
+    """Also the one of which a part had room; a line in the middle of the file is whole."""
+    with mounted(tmp_path / "run", "size=64k") as run_dir:
+        with Tracking("p", "e", "file", run_dir=run_dir) as tracking:
+            tracking.log({"x": 1.0}, 1)
+            tracking.flush()
+            ballast = run_dir / "ballast"
+            ballast.write_bytes(bytes(48 << 10))
+            for step in (2, 3):
+                tracking.log({f"metric_{number}": float(number) for number in range(1000)}, step)
+            tracking.flush()
+            assert '{"step": 2' in (run_dir / "metrics.jsonl").read_text(), "a part of it"
+            assert "No space left on device" in caplog.text
+            ballast.unlink()
+            tracking.log({"x": 4.0}, 4)
+        lines = jsonl(run_dir)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [len(line["data"]) for line in lines] == [1, 1000, 1000, 1]
+
+
 def test_log_reaches_the_named_backends_only(tmp_path, capsys):
     with Tracking("p", "e", ["console", "file"], run_dir=tmp_path) as tracking:
         tracking.log({"train/loss": 1.0}, 1, backend="file")
@@ -92,7 +113,7 @@ def test_a_backend_that_breaks_is_reported_once_and_the_others_go_on(tmp_path, c
     tracking.finish()
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == 2 and "'file': a write failed" in warnings[0]
-    assert warnings[1] == "tracking backend 'file': 3 of 4 writes were lost in this run"
+    assert warnings[1] == "tracking backend 'file': 4 of 4 writes failed or were dropped in this run"
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
