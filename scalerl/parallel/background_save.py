@@ -46,9 +46,11 @@ class BackgroundSave:
             ready = torch.cuda.Event()
             ready.record()
         engine.before_change = copied.wait
-        copying = self._copier.submit(_copy, memory, share.pieces, ready, copied)
+        copies: Future[list[Piece]] = Future()
         # Without the pieces: they are the engine's memory, which may leave.
-        self._writing[role] = replace(share, pieces=()), self._writer.submit(_write, share, copying, Path(directory))
+        self._writing[role] = replace(share, pieces=()), self._writer.submit(_write, share, copies, Path(directory))
+        # Last, because a thread that copies holds the interpreter for milliseconds.
+        self._copier.submit(_copy, memory, share.pieces, ready, copied, copies)
 
     def wait(self, role: str) -> None:
         """Blocks until no save of that role is being written."""
@@ -79,13 +81,19 @@ class BackgroundSave:
 
 
 def _copy(
-    memory: HostCopy, pieces: Iterable[Piece], ready: torch.cuda.Event | None, copied: threading.Event
-) -> list[Piece]:
+    memory: HostCopy,
+    pieces: Iterable[Piece],
+    ready: torch.cuda.Event | None,
+    copied: threading.Event,
+    copies: Future[list[Piece]],
+) -> None:
     try:
-        return memory.copy_pieces(pieces, ready)
+        copies.set_result(memory.copy_pieces(pieces, ready))
+    except BaseException as error:
+        copies.set_exception(error)
     finally:
         copied.set()
 
 
-def _write(share: Share, copying: Future[list[Piece]], directory: Path) -> WrittenFile:
-    return replace(share, pieces=copying.result()).write(directory)
+def _write(share: Share, copies: Future[list[Piece]], directory: Path) -> WrittenFile:
+    return replace(share, pieces=copies.result()).write(directory)
