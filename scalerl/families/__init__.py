@@ -8,6 +8,7 @@ from scalerl.families.shape import Head, ModelShape, read_config, value_model_co
 from scalerl.families.table import (
     CHECKPOINT_MODEL_PREFIX,
     CHECKPOINT_MODEL_ROOTS,
+    MIXTURE_MODULE,
     Family,
     Param,
     RowRange,
@@ -22,6 +23,7 @@ __all__ = [
     "Family",
     "HFWeights",
     "Head",
+    "MIXTURE_MODULE",
     "ModelShape",
     "Param",
     "RowRange",

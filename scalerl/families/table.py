@@ -32,6 +32,8 @@ CHECKPOINT_MODEL_PREFIX = "model."
 CHECKPOINT_MODEL_ROOTS = ("embedding.", "decoder.", "output_layer.")
 # Prefix of the names of layer i's tensors in Hugging Face files.
 _HF_LAYER = "model.layers.{i}."
+# Name of a layer's mixture of experts in the models of transformers 5, whatever the files call it.
+MIXTURE_MODULE = "mlp"
 
 # Rows of one rank's vocabulary shard are a multiple of this (matmul tiles).
 VOCAB_ROWS_MULTIPLE = 64
@@ -375,6 +377,11 @@ class Family:
         """Names, in the files, of an expert's gate, up and down matrix inside a layer, with `{e}`; () if dense."""
         rules = [rule for rule in self.layer if rule.of_expert]
         return tuple(name.removeprefix(_HF_LAYER).removesuffix(".weight") for rule in rules for name in rule.hf)
+
+    @property
+    def mixture_name(self) -> str:
+        """Name, in the files, of a layer's mixture of experts inside a layer; MIXTURE_MODULE if dense."""
+        return self.expert_names[0].partition(".")[0] if self.mixture else MIXTURE_MODULE
 
     def params(self, shape: ModelShape) -> list[Param]:
         """All parameters in the static export order: embedding, layers 0.., final norm, head.

@@ -14,7 +14,15 @@ from pathlib import Path
 
 import torch
 
-from scalerl.families import Family, HFWeights, ModelShape, family_of, read_config, value_model_config
+from scalerl.families import (
+    MIXTURE_MODULE,
+    Family,
+    HFWeights,
+    ModelShape,
+    family_of,
+    read_config,
+    value_model_config,
+)
 from scalerl.merge.compare import VALUE_BIAS
 from scalerl.merge.convert import DTYPES, MergeSummary, check_target, copy_beside
 from scalerl.merge.copy import MAX_WORKERS
@@ -130,7 +138,7 @@ def _places(
     for name, size in wanted.items():
         key, start, whole = name, 0, size
         if name not in tensors:
-            key, start, whole = joined_experts.get(name, (_in_module(name), 0, size))
+            key, start, whole = joined_experts.get(name, (_in_module(family, name), 0, size))
         if key not in tensors:
             problems.append(f"missing {name}")
             continue
@@ -153,9 +161,9 @@ def _places(
     return places, specs
 
 
-def _in_module(name: str) -> str:
-    """Converts a tensor's name in files to transformers 5's name in a model: Mixtral's files have an older one."""
-    return name.replace(".block_sparse_moe.", ".mlp.")
+def _in_module(family: Family, name: str) -> str:
+    """Converts a tensor's name in files to transformers 5's name in a model."""
+    return name.replace(f".{family.mixture_name}.", f".{MIXTURE_MODULE}.")
 
 
 def _joined_experts(family: Family, shape: ModelShape) -> dict[str, tuple[str, int, tuple[int, ...]]]:
@@ -170,7 +178,7 @@ def _joined_experts(family: Family, shape: ModelShape) -> dict[str, tuple[str, i
         whole = (count, len(param.hf) * rows, width * hidden // rows)
         for number, hf in enumerate(param.hf):
             start = (param.expert * len(param.hf) + number) * width * hidden
-            sources[hf] = (f"model.layers.{param.layer}.mlp.experts.{name}", start, whole)
+            sources[hf] = (f"model.layers.{param.layer}.{MIXTURE_MODULE}.experts.{name}", start, whole)
     return sources
 
 

@@ -9,12 +9,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-from scalerl.families import FAMILIES
+from scalerl.families import FAMILIES, MIXTURE_MODULE
 
-# Name of a layer's mixture of experts in transformers 5's models, whatever the files call it.
-_MIXTURE = "mlp"
 # Names in the files of a model that is of no family, as most models have them.
-_EXPERT_NAMES = tuple(f"{_MIXTURE}.experts.{{e}}.{part}" for part in ("gate_proj", "up_proj", "down_proj"))
+_EXPERT_NAMES = tuple(f"{MIXTURE_MODULE}.experts.{{e}}.{part}" for part in ("gate_proj", "up_proj", "down_proj"))
 
 
 def file_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -26,16 +24,16 @@ def file_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     gate, up, down = (family.expert_names if family else ()) or _EXPERT_NAMES
     # transformers 5 has the experts of a layer in two tensors; the files store each expert separately.
     fused = {"gate_up_proj": (gate, up), "down_proj": (down,)}
-    mixture = gate.partition(".")[0]
+    mixture = family.mixture_name if family else MIXTURE_MODULE
     tensors: dict[str, Tensor] = {}
     for name, tensor in model.named_parameters():
         prefix, _, part = name.rpartition(".")
-        if prefix.endswith(f".{_MIXTURE}.experts") and part in fused:
-            layer = prefix.removesuffix(f"{_MIXTURE}.experts")
+        if prefix.endswith(f".{MIXTURE_MODULE}.experts") and part in fused:
+            layer = prefix.removesuffix(f"{MIXTURE_MODULE}.experts")
             for expert, weight in enumerate(tensor):
                 for expert_name, view in zip(fused[part], weight.chunk(len(fused[part])), strict=True):
                     tensors[f"{layer}{expert_name.format(e=expert)}.weight"] = view
         else:
-            tensors[name.replace(f".{_MIXTURE}.", f".{mixture}.")] = tensor
+            tensors[name.replace(f".{MIXTURE_MODULE}.", f".{mixture}.")] = tensor
     biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
     return tensors | biases

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+import scalerl
+from scalerl import families
 from scalerl.families import HFWeights, ModelShape, family_of, padded_vocab_size
 from tests.tiny_models import FAMILIES, WITH_EXPERTS, make_tiny_model
 
@@ -307,3 +311,29 @@ def test_layers_that_predict_further_tokens_are_passed_over(tmp_path):
         with pytest.raises(ValueError, match=r"unexpected model\.layers\.2\.eh_proj\.weight"):
             weights.check(family_of(shape), shape)
         weights.check(family_of(shape), replace(shape, num_prediction_layers=1))
+
+
+# Words of other meanings too, and the files where another program's own modules have names of a family.
+WORDS = {"bias", "shared_experts"}
+OTHER_PROGRAMS = {"servers/sglang/placement.py", "servers/embedded/file_tensors.py"}
+
+
+def test_names_that_one_family_alone_has_stand_in_its_file():
+    """Loading, weight sync and every merge read them there."""
+    names_of = {
+        name: {
+            word
+            for pattern in (*family.first, *family.layer, *family.last, family.head)
+            for hf in pattern.hf
+            for word in re.findall(r"\w+", hf)
+        }
+        for name, family in families.FAMILIES.items()
+    }
+    counts = Counter(word for names in names_of.values() for word in names)
+    root = Path(scalerl.__file__).parent
+    texts = {str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in root.rglob("*.py")}
+    for family, names in names_of.items():
+        for name in sorted(name for name in names - WORDS if counts[name] == 1):
+            files = {file for file, text in texts.items() if re.search(rf"\b{name}\b", text)}
+            assert files - OTHER_PROGRAMS == {f"families/{family}.py"}, name
+    assert counts["block_sparse_moe"] == counts["q_a_proj"] == 1

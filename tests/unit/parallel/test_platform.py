@@ -40,13 +40,17 @@ def run(code: str, **env: str) -> str:
 # One process for both: it imports torch and megatron.
 def test_importing_changes_nothing_and_then_cuda_means_the_cpu() -> None:
     code = """
+import os
 before = snapshot()
 from scalerl.parallel import platform
 assert changed(before) == [], changed(before)
 platform.install("cuda")
 assert changed(before) == [], changed(before)
 assert platform.device_type() == ("cuda" if torch.cuda.is_available() else "cpu")
+# A machine with a GPU shows it to this process; without a driver the variable alone says what becomes of it.
+os.environ["CUDA_VISIBLE_DEVICES"] = "0"
 platform.install("cpu")
+assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 assert len(changed(before)) > 10
 assert (platform.device_type(), platform.backend()) == ("cpu", "gloo")
 for made in (torch.zeros(2, device="cuda"), torch.ones(2, device=torch.cuda.current_device()),

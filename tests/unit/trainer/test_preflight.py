@@ -209,8 +209,11 @@ def test_more_ranks_of_a_server_than_heads_that_its_checksums_know(
     assert "2 key/value heads; set one of 1, 2, or " in message and f"{VERIFY}=0" in message
     assert check_ppo(config(directory, "qwen3", "sglang", 10, f"{TP_SIZE}=2")) is not None
     assert check_ppo(config(directory, "qwen3", "sglang", 0, f"{TP_SIZE}=4")) is not None
+    # It is the device that was found which counts, not the word in the configuration.
+    monkeypatch.setattr(preflight, "resolve_device", lambda device: {"auto": "cpu"}[device])
+    assert violations(config(directory, "qwen3", "sglang", 10, f"{TP_SIZE}=4", "trainer.device=auto")) == [message]
     # On a GPU heads are repeated, and the checksums know how.
-    monkeypatch.setattr(preflight, "resolve_device", lambda device: "cuda")
+    monkeypatch.setattr(preflight, "resolve_device", lambda device: {"auto": "cuda"}[device])
     on_gpu = config(
         directory, "qwen3", "sglang", 10, f"{TP_SIZE}=4", "trainer.n_gpus_per_node=4", "trainer.device=auto"
     )
