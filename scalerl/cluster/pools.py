@@ -24,7 +24,8 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from scalerl.cluster.ray_session import own_token, session_directory, sigterm_kept
+from scalerl.cluster.ray_session import own_token, session_directory, sessions_parent, sigterm_kept
+from scalerl.cluster.ray_start import start_explained
 from scalerl.cluster.worker_logs import logs_are_kept_in
 from scalerl.errors import RunError
 from scalerl.runtime.process_environment import worker_environment
@@ -39,6 +40,7 @@ def ray_cluster(*, num_workers: int, device: str, log_dir: Path | None = None) -
     """Joins the cluster at RAY_ADDRESS, or starts one on this machine; leaves (and ends the local one) on exit.
 
     log_dir: the run's; if the block fails its ray/ gets the logs of a local cluster, of which nothing else is kept.
+    Raises RayStartError where there is no cluster then.
     """
     common: dict[str, Any] = {
         "log_to_driver": False,
@@ -53,25 +55,28 @@ def ray_cluster(*, num_workers: int, device: str, log_dir: Path | None = None) -
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # The first rank's error is raised with its cause; Ray would print a stack for every other rank's beside it.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    address, parent = os.environ.get("RAY_ADDRESS") or None, sessions_parent()
+    logs_to = None if address or log_dir is None else log_dir.absolute() / "ray"
     with ExitStack() as stack:
-        if os.environ.get("RAY_ADDRESS"):
-            common.pop("include_dashboard")
-        else:
-            logs_to = None if log_dir is None else log_dir.absolute() / "ray"
-            common["_temp_dir"] = str(stack.enter_context(session_directory(logs_to)))
-            stack.callback(logs_are_kept_in, None)
-            logs_are_kept_in(logs_to)
-            stack.enter_context(own_token())
-            # "local": a cluster that someone else started on this machine is not ours to use.
-            common |= {"address": "local", "object_store_memory": _object_store_bytes()}
-            # No actor asks for memory by number. Without one Ray takes what is free, and refuses where that is little.
-            common["_memory"] = _machine_bytes()
-            # On CPU a rank is a process, so the machine has as many places as the configuration asks for.
-            common["num_cpus"] = max(os.cpu_count() or 1, num_workers) if device == "cpu" else None
-        # Before the start, which may be interrupted.
-        stack.callback(ray.shutdown)
-        with sigterm_kept():
-            ray.init(**common)
+        with start_explained(parent, logs_to, address):
+            if address:
+                common.pop("include_dashboard")
+            else:
+                common["_temp_dir"] = str(stack.enter_context(session_directory(logs_to, parent)))
+                stack.callback(logs_are_kept_in, None)
+                logs_are_kept_in(logs_to)
+                stack.enter_context(own_token())
+                # "local": a cluster that someone else started on this machine is not ours to use.
+                common |= {"address": "local", "object_store_memory": _object_store_bytes()}
+                # No actor asks for memory by number. Without one Ray takes what is free, and refuses where that is
+                # little.
+                common["_memory"] = _machine_bytes()
+                # On CPU a rank is a process, so the machine has as many places as the configuration asks for.
+                common["num_cpus"] = max(os.cpu_count() or 1, num_workers) if device == "cpu" else None
+            # Before the start, which may be interrupted.
+            stack.callback(ray.shutdown)
+            with sigterm_kept():
+                ray.init(**common)
         yield
 
 

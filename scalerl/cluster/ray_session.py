@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
@@ -16,10 +17,17 @@ from pathlib import Path
 from scalerl.errors import UserError
 from scalerl.scratch import scratch_directory
 
+logger = logging.getLogger(__name__)
+
 # Prefix of session directories, one per run. Short: they hold sockets, whose paths have at most 107 characters.
 PREFIX = "scalerl-ray-"
 _COLOURS = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 AUTH_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+
+
+def sessions_parent() -> Path:
+    """The directory in which session directories are made: RAY_TMPDIR, or the system's for temporary files."""
+    return Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
 
 
 @contextmanager
@@ -27,15 +35,18 @@ def session_directory(logs_to: Path | None = None, parent: Path | None = None) -
     """Makes a directory for Ray's sockets and logs, removed after the block; a killed run's is removed by the next run.
 
     logs_to: gets Ray's logs when the block ends by an error that the user did not cause.
-    parent: where to make the directory; None: RAY_TMPDIR, or the system's directory for temporary files.
+    parent: where to make the directory; None: `sessions_parent`.
     """
-    parent = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) if parent is None else parent
-    with scratch_directory(PREFIX, parent) as directory:
+    with scratch_directory(PREFIX, sessions_parent() if parent is None else parent) as directory:
         try:
             yield directory
         except Exception as error:
             if logs_to is not None and not isinstance(error, UserError):
-                _keep_logs(directory, logs_to)
+                try:
+                    _keep_logs(directory, logs_to)
+                except OSError as problem:
+                    # A full disk may be what the error is about, which is worth more than the logs.
+                    logger.warning("Ray's logs were not kept in %s: %s", logs_to, problem)
             raise
 
 

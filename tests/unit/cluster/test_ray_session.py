@@ -62,6 +62,16 @@ def test_kept_logs_have_no_colours(tmp_path: Path) -> None:
     assert (tmp_path / "logs" / "state").read_bytes() == binary
 
 
+def test_logs_that_cannot_be_kept_do_not_hide_the_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a disk that is full they cannot; here something is in their way."""
+    (tmp_path / "logs").write_text("")
+    with pytest.raises(RuntimeError), session_directory(tmp_path / "logs", parent=tmp_path) as directory:
+        write_logs(directory)
+        raise RuntimeError
+    assert f"Ray's logs were not kept in {tmp_path / 'logs'}" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+
+
 @pytest.mark.parametrize("error", [UserError, KeyboardInterrupt, SystemExit])
 def test_those_of_other_ends_are_not(tmp_path: Path, error: type[BaseException]) -> None:
     with pytest.raises(error), session_directory(tmp_path / "logs", parent=tmp_path) as directory:

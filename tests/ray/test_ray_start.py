@@ -1,0 +1,97 @@
+"""A Ray that does not start, or ends in its start: one message, exit code 70, its logs kept, nothing of it left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scalerl.errors import EXIT_FAILED, EXIT_USER_ERROR
+
+START = """
+import sys
+from pathlib import Path
+from ray._private import services
+from scalerl.cluster.pools import ray_cluster
+from scalerl.errors import run_main
+
+def start():
+    with ray_cluster(num_workers=1, device="cpu", log_dir=Path(sys.argv[1])):
+        print("started")
+
+services.RAYLET_EXECUTABLE = sys.argv[2] or services.RAYLET_EXECUTABLE
+sys.exit(run_main(start))
+"""
+TIMEOUT_S = 300.0
+
+
+@pytest.fixture
+def ray_files() -> Iterator[Path]:
+    """The directory of Ray's files. Of a short name: Ray's sockets lie below it."""
+    directory = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    yield directory
+    shutil.rmtree(directory)
+
+
+def start(ray_files: Path, logs: Path, *, raylet: str = "", **environment: str) -> subprocess.Popen[str]:
+    """Starts Ray in a process of its own.  raylet: the program that it starts as its raylet; empty: Ray's."""
+    # Without what this session's own cluster has set.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return subprocess.Popen(
+        [sys.executable, "-c", START, str(logs), raylet],
+        env=kept | {"RAY_TMPDIR": str(ray_files)} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def assert_explained(process: subprocess.Popen[str], ray_files: Path, logs: Path, reason: str) -> None:
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == EXIT_FAILED, err
+    assert out == "" and "Traceback" not in err
+    assert err.startswith("error: Ray did not start on ") and reason in err.splitlines()[0]
+    assert f"Ray's logs: {logs / 'ray'} " in err and (logs / "ray" / "gcs_server.out").is_file()
+    assert list(ray_files.iterdir()) == []
+
+
+def test_a_start_that_takes_too_long(ray_files: Path, tmp_path: Path) -> None:
+    """Ray's own limit for the first of its servers is set to nothing."""
+    process = start(ray_files, tmp_path, RAY_gcs_server_port_wait_time_s="0")
+    assert_explained(process, ray_files, tmp_path, "Timed out waiting for file")
+
+
+@pytest.mark.full
+def test_a_raylet_that_ends_at_once(ray_files: Path, tmp_path: Path) -> None:
+    """As one that the kernel kills for memory, or that finds no room. Ray waits half a minute for it."""
+    process = start(ray_files, tmp_path, raylet="/bin/false")
+    assert_explained(process, ray_files, tmp_path, "The current node timed out during startup")
+
+
+def test_a_cluster_that_is_not_there(ray_files: Path, tmp_path: Path) -> None:
+    process = start(
+        ray_files,
+        tmp_path,
+        RAY_ADDRESS="127.0.0.1:1",
+        # One try, of a second.
+        RAY_gcs_server_port_wait_time_s="1",
+        RAY_py_gcs_connect_timeout_s="1",
+    )
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == EXIT_FAILED and "Traceback" not in err
+    assert "error: the Ray cluster at RAY_ADDRESS = 127.0.0.1:1 was not joined from " in err
+
+
+def test_a_directory_whose_path_is_too_long_for_sockets(ray_files: Path, tmp_path: Path) -> None:
+    long = ray_files / ("x" * 80)
+    long.mkdir()
+    process = start(long, tmp_path)
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == EXIT_USER_ERROR and err.startswith(f"error: Ray's sockets do not fit into {long}: ")
+    assert "RAY_TMPDIR" in err and list(long.iterdir()) == []

@@ -1,0 +1,77 @@
+"""What a person reads where Ray does not start."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from scalerl.cluster.ray_start import RayStartError, start_explained
+from scalerl.errors import EXIT_FAILED, EXIT_USER_ERROR, RunError, UserError, run_main
+
+LOGS = Path("/run/logs/ray")
+# Of Ray 2.60, where a part of it does not come up.
+TIMED_OUT = "The current node timed out during startup. This could happen because some of the raylet failed to startup."
+WITH_STACK = (
+    "Failed to start GCS.  Last 1 lines of error files:\n[gcs_server C] no room\n.Please check gcs_server.out for "
+    'details. Last connection error: Traceback (most recent call last):\n  File "node.py", line 1, in start\nTimeout'
+)
+
+
+def message(error: BaseException, directory: Path, logs_to: Path | None, address: str | None) -> str:
+    with pytest.raises(RayStartError) as raised, start_explained(directory, logs_to, address):
+        raise error
+    assert raised.value.__cause__ is error
+    return str(raised.value)
+
+
+def test_it_says_how_full_the_machine_is_and_where_the_logs_are(tmp_path: Path) -> None:
+    said = message(Exception(TIMED_OUT), tmp_path, LOGS, None)
+    assert re.match(r"Ray did not start on \S+: " + re.escape(TIMED_OUT), said)
+    number = r"\d+\.\d+"
+    assert re.search(rf"a load of {number} on \d+ cores; {number} of {number} GiB of memory; ", said)
+    for place in ("/dev/shm", re.escape(str(tmp_path))):
+        assert re.search(rf"{number} of {number} GiB in {place}, ", said)
+    assert f"Ray's logs: {LOGS} " in said
+    assert "logs" not in message(Exception(TIMED_OUT), tmp_path, None, None)
+
+
+def test_a_stack_that_ray_puts_into_its_message_is_left_out(tmp_path: Path) -> None:
+    said = message(RuntimeError(WITH_STACK), tmp_path, None, None)
+    assert "Traceback" not in said and "node.py" not in said and "Last connection error" not in said
+    assert "no room" in said and "gcs_server.out" in said
+
+
+def test_a_cluster_that_is_not_joined_is_named(tmp_path: Path) -> None:
+    said = message(ConnectionError("Failed to connect"), tmp_path, None, "head:6379")
+    assert "RAY_ADDRESS = head:6379" in said and "Failed to connect" in said and "GiB" not in said
+
+
+def test_a_directory_that_ray_cannot_use_is_the_users_error(tmp_path: Path) -> None:
+    with (
+        pytest.raises(UserError, match=r"/absent: no such directory.*RAY_TMPDIR"),
+        start_explained(tmp_path / "absent", None, None),
+    ):
+        raise AssertionError
+    long = OSError("validate_socket_filename failed: AF_UNIX path length cannot exceed 107 bytes: /long")
+    with pytest.raises(UserError, match="shorter path"), start_explained(tmp_path, None, None):
+        raise long
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(15), UserError("set the key")])
+def test_a_signal_and_a_users_error_pass(tmp_path: Path, error: BaseException) -> None:
+    with pytest.raises(type(error)) as raised, start_explained(tmp_path, LOGS, None):
+        raise error
+    assert raised.value is error
+
+
+def test_the_exit_code_says_that_another_try_may_help(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def start(error: Exception) -> None:
+        with start_explained(tmp_path, None, None):
+            raise error
+
+    assert run_main(start, Exception(TIMED_OUT)) == EXIT_FAILED
+    assert capsys.readouterr().err.startswith("error: Ray did not start on ")
+    assert run_main(start, UserError("set the key")) == EXIT_USER_ERROR
+    assert issubclass(RayStartError, RunError)
