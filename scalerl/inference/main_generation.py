@@ -52,7 +52,10 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
     if dry_run:
         print("Everything checked; --dry-run starts nothing.")
         return 0
-    with stop.listening(), Parts(output, inputs.fingerprint, len(inputs.prompts), cfg.data.batch_size) as parts:
+    with (
+        stop.listening("The same command continues from what was saved."),
+        Parts(output, inputs.fingerprint, len(inputs.prompts), cfg.data.batch_size) as parts,
+    ):
         if todo := parts.missing():
             print(
                 f"{len(inputs.prompts)} prompts x {cfg.data.n_samples} responses in {parts.num_batches} batches, "

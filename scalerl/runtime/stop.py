@@ -15,9 +15,7 @@ EXIT_REQUEUE = 75
 # Exit code by which a shell reports a process that SIGTERM ended.
 EXIT_TERMINATED = 128 + signal.SIGTERM
 Result = TypeVar("Result")
-TERMINATED = (
-    "Terminated (SIGTERM): all that the run had started has ended. The same command continues from what was saved."
-)
+TERMINATED = "Terminated (SIGTERM): all that the run had started has ended."
 
 
 class StopRequest:
@@ -68,8 +66,11 @@ class StopRequest:
             self._may_cut = lambda: False
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Installs the handlers for the block; does nothing in a thread other than the main one."""
+    def listening(self, how_to_continue: str = "") -> Iterator[None]:
+        """Installs the handlers for the block; does nothing in a thread other than the main one.
+
+        how_to_continue: printed after SIGTERM has ended the block; empty: the caller prints it (SystemExit with 143).
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -93,7 +94,7 @@ class StopRequest:
             for number, handler in before.items():
                 signal.signal(number, handler)
         if self.terminated:
-            print(TERMINATED, file=sys.stderr)
+            print(f"{TERMINATED} {how_to_continue}".rstrip(), file=sys.stderr, flush=True)
             sys.exit(EXIT_TERMINATED)
 
     def _after_step(self, *_: object) -> None:

@@ -18,6 +18,7 @@ from scalerl.checkpoint.store import find_latest_ckpt_path, read_trainer_state
 from scalerl.config.save import RESOLVED_CONFIG, saved_value
 from scalerl.config.schema import PPOConfig, SFTConfig, SFTTrainerConfig, TrainerConfig
 from scalerl.errors import UserError
+from scalerl.runtime.stop import EXIT_TERMINATED
 
 
 class StartPhases:
@@ -167,24 +168,32 @@ _PREPARING = {
 
 @dataclass
 class InterruptedRun:
-    """Facts about a run for the message after Ctrl-C.  root: trainer.default_local_dir; None: it is not known yet."""
+    """Facts about a run for the message after Ctrl-C or SIGTERM.
+
+    root: trainer.default_local_dir; None: it is not known yet.
+    """
 
     root: str | None = None
 
 
 @contextmanager
 def printing_how_to_continue(command: str, arguments: Sequence[str], phases: StartPhases) -> Iterator[InterruptedRun]:
-    """Prints how to continue when Ctrl-C ends the block, then raises it again.  phases: of the run's start."""
+    """Prints how to continue when Ctrl-C or SIGTERM ends the block, then raises it again.
+
+    phases: of the run's start.
+    """
     run = InterruptedRun()
     try:
         yield run
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code != EXIT_TERMINATED:
+            raise
         print(interrupted_text(run.root, command, arguments, phases.current), file=sys.stderr, flush=True)
         raise
 
 
 def interrupted_text(root: str | None, command: str, arguments: Sequence[str], phase: str | None = None) -> str:
-    """The message for a run that Ctrl-C ended: its checkpoint, and how to continue.
+    """The message for a run that Ctrl-C or SIGTERM ended: its checkpoint, and how to continue.
 
     root: None: it was not known yet.  command: train or sft.  phase: of the start, if that had not ended.
     """

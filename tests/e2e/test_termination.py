@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from scalerl.checkpoint.store import find_latest_ckpt_path
 from scalerl.errors import EXIT_INTERRUPTED
 from scalerl.runtime.stop import EXIT_TERMINATED, TERMINATED
-from scalerl.trainer.beginning import command_line
+from scalerl.trainer.beginning import command_line, interrupted_text
 from tests.e2e.conftest import StartJob
-from tests.e2e.jobs import Inputs, Job, Pause, Record, main_ppo
+from tests.e2e.jobs import Inputs, Job, Pause, main_ppo
 from tests.e2e.test_sft import overrides as sft_overrides
 
 MORE = (
@@ -43,14 +44,15 @@ def starting_ray(job: Job) -> bool:
 @pytest.mark.full
 def test_sigterm_in_a_step_of_sft(inputs: Inputs, start_job: StartJob, tmp_path: Path, temporary: Path) -> None:
     run_dir = tmp_path / "run"
-    more = ("trainer.total_training_steps=100000", f"trainer.default_local_dir={run_dir}")
-    command = [sys.executable, "-m", "scalerl.trainer.main_sft", *sft_overrides(inputs, tmp_path, *more)]
-    job = start_job(command, tmp_path)
-    job.wait_for(lambda: 1 in Record.read(run_dir).final, "the first step")
+    more = ("trainer.total_training_steps=100000", "trainer.save_freq=1", f"trainer.default_local_dir={run_dir}")
+    arguments = sft_overrides(inputs, tmp_path, *more)
+    job = start_job([sys.executable, "-m", "scalerl.trainer.main_sft", *arguments], tmp_path)
+    job.wait_for(lambda: find_latest_ckpt_path(run_dir) is not None, "the first checkpoint")
     assert any(temporary.iterdir()), "the test does not see where Ray is"
     job.kill_driver(signal.SIGTERM)
     assert job.finish() == EXIT_TERMINATED, job.tail()
-    assert job.stderr == f"{TERMINATED}\n", job.tail()
+    assert f"The checkpoint {find_latest_ckpt_path(run_dir)} stands. " in job.stderr
+    assert job.stderr == f"{TERMINATED}\n{interrupted_text(str(run_dir), 'sft', arguments)}\n", job.tail()
     job.assert_gone()
     assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
 
@@ -60,7 +62,8 @@ def test_sigterm(inputs: Inputs, start_job: StartJob, tmp_path: Path, temporary:
     run_dir, pause = tmp_path / "run", Pause(tmp_path / "pause")
     pause.in_step(1)
     paused = f"+custom_reward_function.reward_kwargs.pause_dir={pause.directory}"
-    job = start_job(main_ppo(inputs.overrides(run_dir, *MORE, paused)), tmp_path)
+    arguments = inputs.overrides(run_dir, *MORE, paused)
+    job = start_job(main_ppo(arguments), tmp_path)
     if moment == "start":
         job.wait_for(lambda: starting_ray(job), "the start of Ray")
     else:
@@ -69,7 +72,7 @@ def test_sigterm(inputs: Inputs, start_job: StartJob, tmp_path: Path, temporary:
     job.kill_driver(signal.SIGTERM)
     assert job.finish() == EXIT_TERMINATED, job.tail()
     # No crash dump of Ray's, no stack.
-    assert job.stderr == f"{TERMINATED}\n", job.tail()
+    assert job.stderr == f"{TERMINATED}\n{interrupted_text(str(run_dir), 'train', arguments)}\n", job.tail()
     job.assert_gone()
     # torch's cache of compiled code is one per user.
     assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []

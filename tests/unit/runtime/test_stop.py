@@ -50,6 +50,12 @@ def test_sigterm_leaves_by_an_exception(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == f"{TERMINATED}\n"
 
 
+def test_how_to_continue_is_said_after_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), StopRequest().listening("The same command continues."):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert capsys.readouterr().err == f"{TERMINATED} The same command continues.\n"
+
+
 def test_a_second_sigterm_does_not_cut_short_the_end() -> None:
     stop = StopRequest()
     closed = []

@@ -15,6 +15,7 @@ from scalerl.checkpoint.store import begin_save, commit, write_trainer_state
 from scalerl.config import composed
 from scalerl.config.schema import PPOConfig, SFTConfig, TrainerConfig
 from scalerl.errors import EXIT_INTERRUPTED, UserError
+from scalerl.runtime.stop import EXIT_TERMINATED
 from scalerl.trainer import checkpoints
 from scalerl.trainer.beginning import (
     StartPhases,
@@ -23,6 +24,7 @@ from scalerl.trainer.beginning import (
     finished_text,
     interrupted_text,
     length_of_epochs,
+    printing_how_to_continue,
 )
 from tests import whole_saves
 from tests.tiny_models import make_tiny_model
@@ -150,6 +152,26 @@ def test_an_interrupt_while_the_configuration_is_read(
     assert cli.main([command, "a=1"]) == EXIT_INTERRUPTED
     said = interrupted_text(None, command, ["a=1"], "config")
     assert capsys.readouterr().err == f"{said}\nInterrupted.\n"
+
+
+def test_a_terminated_run_says_the_same_as_an_interrupted_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which checkpoint stands, and the command that goes on from it, after what SIGTERM itself is said of."""
+    last = saved(tmp_path, 4)
+
+    def end(code: int) -> str:
+        with pytest.raises(SystemExit) as error, printing_how_to_continue("sft", ["a=1"], StartPhases()) as run:
+            run.root = str(tmp_path)
+            raise SystemExit(code)
+        assert error.value.code == code
+        return capsys.readouterr().err
+
+    said = end(EXIT_TERMINATED)
+    assert f"The checkpoint {last} stands. To go on:\n" in said
+    assert said == interrupted_text(str(tmp_path), "sft", ["a=1"]) + "\n"
+    # Another exit is nobody's interrupt.
+    assert end(1) == ""
 
 
 def test_parts_of_a_start_are_timed_and_shown() -> None:
