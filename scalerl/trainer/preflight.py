@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -332,11 +333,16 @@ def check_sft(cfg: SFTConfig, device: str | None = None, *, digests: bool = True
 
 
 def find_resume_point_again(
-    cfg: PPOConfig | SFTConfig, inputs: PPOInputs | SFTInputs, passed_over: Mapping[Path, str]
+    cfg: PPOConfig | SFTConfig,
+    inputs: PPOInputs | SFTInputs,
+    passed_over: Mapping[Path, str],
+    *,
+    fetches: bool = True,
 ) -> checkpoints.Resumed:
     """The checkpoint that a run resumes from instead of those that its ranks could not load, checked like the first.
 
-    passed_over: their directories, and why.  Raises ConfigError.
+    passed_over: their directories, and why.  fetches: a newer one of trainer.checkpoint_mirror is fetched, for which
+    no other run may write to the directory.  Raises ConfigError.
     """
     errors = ErrorCollector()
     models: Mapping[str, tuple[str, ModelShape | None]]
@@ -358,6 +364,7 @@ def find_resume_point_again(
         tokenizer,
         trust_remote_code=model.trust_remote_code,
         digests=True,
+        fetches=fetches,
         passed_over=passed_over,
     )
     errors.raise_if_any()
@@ -428,6 +435,19 @@ def open_mirror(url: str) -> Mirror:
         raise UserError(f"trainer.checkpoint_mirror = {safe_uri(url)}: {error}") from error
 
 
+def _found_before_a_fetch(find: Callable[[], checkpoints.Resumed]) -> checkpoints.Resumed:
+    """What `find` returns; a fresh start where all that is there is damaged, for which there may be copies elsewhere.
+
+    What is damaged is said by the look that fetches.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return find()
+        except ValueError:
+            return checkpoints.Resumed(None, {})
+
+
 def _check_resume(
     errors: ErrorCollector,
     trainer: RunConfig,
@@ -438,11 +458,14 @@ def _check_resume(
     *,
     trust_remote_code: bool,
     digests: bool,
+    fetches: bool = False,
     passed_over: Mapping[Path, str] | None = None,
 ) -> checkpoints.Resumed | None:
     """Finds the checkpoint to resume from, and checks that it has the models, tokenizer and prompts of the run.
 
     models: role -> (path, shape).  passed_over: as `find_resume_point`.
+    fetches: a newer one of trainer.checkpoint_mirror is fetched; else it is only looked whether that answers, since
+    another run may be writing to the directory: whoever has it for its own looks again.
     """
     from scalerl.data import PromptCursor
 
@@ -452,16 +475,17 @@ def _check_resume(
     mirror = trainer.checkpoint_mirror
     if mirror is not None and errors.attempt(lambda: open_mirror(mirror)) is None:
         return None
-    resumed = errors.attempt(
-        lambda: checkpoints.find_resume_point(
-            trainer.default_local_dir,
-            trainer.resume_mode,
-            trainer.resume_from_path,
-            digests=digests,
-            mirror=mirror,
-            passed_over=passed_over,
-        )
+    find = partial(
+        checkpoints.find_resume_point,
+        trainer.default_local_dir,
+        trainer.resume_mode,
+        trainer.resume_from_path,
+        digests=digests,
+        mirror=mirror if fetches else None,
+        passed_over=passed_over,
     )
+    is_asked_later = mirror is not None and trainer.resume_mode == "auto" and digests and not fetches
+    resumed = _found_before_a_fetch(find) if is_asked_later else errors.attempt(find)
     if resumed is None or resumed.directory is None:
         return resumed
     for role, (path, shape) in models.items():

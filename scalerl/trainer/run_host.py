@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +15,9 @@ from scalerl.checkpoint.torch_dist import DamagedCheckpointError
 from scalerl.cluster.failures import WorkerError
 from scalerl.cluster.processes import Lease, Processes
 from scalerl.config import PPOConfig, SFTConfig
+from scalerl.config.schema import RunConfig
 from scalerl.errors import UserError
-from scalerl.runtime.directory_lock import directory_lock
+from scalerl.runtime.directory_lock import DirectoryInUseError, EarlierAttemptError, directory_lock
 from scalerl.runtime.stop import StopRequest
 from scalerl.trainer.beginning import StartPhases
 from scalerl.trainer.checkpoints import Resumed, find_resume_point
@@ -101,7 +102,7 @@ class RunHost:
                 f"checkpoint {directory} cannot be loaded: {error}; choose another with trainer.resume_from_path"
             ) from None
         damaged[directory] = str(error)
-        self.restarts.resumed = find_resume_point_again(self._cfg, inputs, damaged)
+        self.restarts.resumed = _resume_point_again(self._cfg, inputs, damaged)
 
 
 @contextmanager
@@ -128,13 +129,16 @@ def run_host(
 def _resumed_under_lock(cfg: PPOConfig | SFTConfig, inputs: PPOInputs | SFTInputs) -> Resumed:
     """The checkpoint that the run resumes from, now that no other run writes to its directory.
 
-    The one that `inputs` were checked with is another if the run before was still saving then.
+    The one that `inputs` were checked with is another if the run before was still saving then, and where
+    trainer.checkpoint_mirror has a newer one: that is fetched here, as it changes the directory.
     """
     trainer = cfg.trainer
     if not is_val_only(cfg):
         finish_commit(trainer.default_local_dir)
     if trainer.resume_mode != "auto":
         return inputs.resumed
+    if trainer.checkpoint_mirror is not None:
+        return _resume_point_again(cfg, inputs, {})
     with warnings.catch_warnings():
         # Those of the first look.
         warnings.simplefilter("ignore")
@@ -142,7 +146,31 @@ def _resumed_under_lock(cfg: PPOConfig | SFTConfig, inputs: PPOInputs | SFTInput
             is_same = find_resume_point(trainer.default_local_dir, "auto", None, digests=False) == inputs.resumed
         except ValueError:
             is_same = False
-    return inputs.resumed if is_same else find_resume_point_again(cfg, inputs, {})
+    return inputs.resumed if is_same else _resume_point_again(cfg, inputs, {})
+
+
+def _resume_point_again(
+    cfg: PPOConfig | SFTConfig, inputs: PPOInputs | SFTInputs, passed_over: Mapping[Path, str]
+) -> Resumed:
+    """As `find_resume_point_again`. With trainer.val_only, whose directory is another one, nothing is fetched into the
+    training run's while that is written to.
+
+    Raises DirectoryInUseError, EarlierAttemptError where that leaves no checkpoint.
+    """
+    trainer = cfg.trainer
+    if not is_val_only(cfg) or trainer.checkpoint_mirror is None:
+        return find_resume_point_again(cfg, inputs, passed_over)
+    root = Path(trainer.default_local_dir)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(directory_lock(root, _setting(trainer), grace_s=0.0, earlier_attempt_grace_s=0.0))
+        except (DirectoryInUseError, EarlierAttemptError) as error:
+            resumed = find_resume_point_again(cfg, inputs, passed_over, fetches=False)
+            if resumed.directory is None:
+                raise
+            warnings.warn(f"trainer.checkpoint_mirror is not asked for a newer checkpoint: {error}", stacklevel=2)
+            return resumed
+        return find_resume_point_again(cfg, inputs, passed_over)
 
 
 def log_directory(run_dir: Path) -> Path:
@@ -154,6 +182,11 @@ def is_val_only(cfg: PPOConfig | SFTConfig) -> bool:
     return isinstance(cfg, PPOConfig) and cfg.trainer.val_only
 
 
+def _setting(trainer: RunConfig) -> str:
+    """The key that led to the directory, for errors of its lock."""
+    return f"trainer.default_local_dir = {trainer.default_local_dir}"
+
+
 def _lock_directory(stack: ExitStack, cfg: PPOConfig | SFTConfig) -> Path:
     """The run's directory, locked against other runs until the stack ends.
 
@@ -163,7 +196,7 @@ def _lock_directory(stack: ExitStack, cfg: PPOConfig | SFTConfig) -> Path:
     if is_val_only(cfg):
         # The training run's own files stay as they are; that run may still be writing them.
         run_dir = run_dir / VAL_ONLY
-    stack.enter_context(directory_lock(run_dir, f"trainer.default_local_dir = {cfg.trainer.default_local_dir}"))
+    stack.enter_context(directory_lock(run_dir, _setting(cfg.trainer)))
     if attempt := os.environ.get(ATTEMPT_DIR_ENV):
         # So that the launcher finds the newest checkpoint.
         Path(attempt).mkdir(parents=True, exist_ok=True)

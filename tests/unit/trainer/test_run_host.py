@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import json
+import shutil
+import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,9 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from scalerl.checkpoint import store
+from scalerl.checkpoint.mirror import Mirror
 from scalerl.config import PPOConfig
 from scalerl.data import PromptCursor
-from scalerl.runtime.directory_lock import LOCK
+from scalerl.runtime.directory_lock import LOCK, DirectoryInUseError
 from scalerl.trainer.checkpoints import SavedModel
 from scalerl.trainer.preflight import PPOInputs, check_ppo
 from scalerl.trainer.run_host import run_host
@@ -44,6 +49,28 @@ class Run:
 
     def save(self, step: int) -> Path:
         return save(str(self.root), step, {"actor": self.model}, state={"prompts": self.prompts}, keep=None)
+
+    def mirrored(self, step: int) -> str:
+        """The URL of a mirror that has the checkpoint of a step, whose directory here is gone."""
+        url = f"file://{self.directory / 'mirror'}"
+        Mirror(url).upload(self.save(step))
+        shutil.rmtree(self.root)
+        return f"trainer.checkpoint_mirror={url}"
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The lock of another run on this machine."""
+        self.root.mkdir(exist_ok=True)
+        with (self.root / LOCK).open("w") as held:
+            held.write(json.dumps({"host": socket.gethostname()}))
+            held.flush()
+            fcntl.flock(held, fcntl.LOCK_EX)
+            yield
+
+    def files(self) -> dict[str, int]:
+        """Path -> time of change, of all that is in the directory but the lock and what is below val_only."""
+        paths = (path for path in self.root.rglob("*") if path.name != LOCK and "val_only" not in path.parts)
+        return {str(path): path.stat().st_mtime_ns for path in paths}
 
 
 @pytest.fixture
@@ -98,3 +125,49 @@ def test_a_step_that_was_saved_again_meanwhile_is_another(run: Run) -> None:
     run.save(1)
     with run_host(cfg, inputs) as host:
         assert host.train(inputs, lambda inputs: inputs.resumed.state["prompts"]["position"]) == 2
+
+
+def test_a_newer_copy_is_fetched_once_the_directory_is_the_runs_own(run: Run) -> None:
+    """Until then another run may be saving there, and nothing is written."""
+    cfg = run.config(run.mirrored(2))
+    run.save(1)
+    before = run.files()
+    with run.held():
+        inputs = check_ppo(cfg)
+        assert inputs.resumed.step == 1
+        with pytest.raises(DirectoryInUseError), run_host(cfg, inputs):
+            raise AssertionError
+    assert run.files() == before
+    assert resumed_step(cfg, inputs) == 2
+    assert store.checkpoint_steps(run.root) == [1, 2]
+
+
+def test_a_copy_stands_for_what_is_damaged_or_gone(run: Run, recwarn: pytest.WarningsRecorder) -> None:
+    cfg = run.config(run.mirrored(2))
+    inputs = check_ppo(cfg)
+    assert inputs.resumed.directory is None and not run.root.exists()
+    assert resumed_step(cfg, inputs) == 2
+    (run.root / "global_step_2" / "trainer_state.json").write_text("other")
+    inputs = check_ppo(cfg)
+    assert inputs.resumed.directory is None and not recwarn.list
+    assert resumed_step(cfg, inputs) == 2
+    # Without a mirror it is said at once.
+    (run.root / "global_step_2" / "trainer_state.json").write_text("other")
+    with pytest.raises(ValueError, match=r"no checkpoint in .* can be loaded"):
+        check_ppo(run.config())
+
+
+def test_a_validation_fetches_nothing_into_the_directory_of_a_training_that_runs(run: Run) -> None:
+    """It validates what is there; alone it fetches."""
+    cfg = run.config(run.mirrored(2), "trainer.val_only=true")
+    with run.held():
+        inputs = check_ppo(cfg)
+        with pytest.raises(DirectoryInUseError, match="default_local_dir"), run_host(cfg, inputs):
+            raise AssertionError
+        run.save(1)
+        before = run.files()
+        inputs = check_ppo(cfg)
+        with pytest.warns(UserWarning, match="checkpoint_mirror is not asked for a newer checkpoint"):
+            assert resumed_step(cfg, inputs) == 1
+        assert run.files() == before
+    assert resumed_step(cfg, inputs) == 2
