@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from scalerl.cluster.heartbeat import IDLE, INTERVAL_S, STACKS_SIGNAL, BeatFiles
-from scalerl.cluster.worker_logs import ActorPlace, on_node, place_of_actor, session_logs
+from scalerl.cluster.worker_logs import FETCH_TIMEOUT_S, ActorPlace, on_node, place_of_actor, session_logs
 
-# How long a heartbeat thread, which looks once in INTERVAL_S, has to write its flight record.
-ANSWER_S = 5 * INTERVAL_S
+# How long a heartbeat thread, which looks once in INTERVAL_S, has to write its flight record: on a loaded machine it
+# needs seconds. Only a rank that does not answer costs all of it. The rest of what a node has for its part is for the
+# start of the process that looks, and for py-spy.
+ANSWER_S = FETCH_TIMEOUT_S / 3
 # A process whose beat is older does not run.
 STALE_S = 10 * INTERVAL_S
 NODES_AT_A_TIME = 32

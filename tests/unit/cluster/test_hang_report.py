@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from scalerl.cluster.hang_report import (
+    ANSWER_S,
+    PY_SPY_TIMEOUT_S,
     SHOWN_LINES,
     Collective,
     RankState,
@@ -23,6 +25,8 @@ from scalerl.cluster.hang_report import (
     unfinished,
 )
 from scalerl.cluster.heartbeat import IDLE, BeatFiles
+from scalerl.cluster.worker_logs import FETCH_TIMEOUT_S
+from tests.lanes import full
 
 REDUCE = Collective("gloo:all_reduce", "3 tp", 7)
 GATHER = Collective("gloo:all_gather", "0 dp", 2)
@@ -136,7 +140,7 @@ def test_the_main_thread_of_the_kernel_s_is_shown_though_its_number_is_the_large
     assert [line.split()[1] for line in shown] == ["32760", *map(str, range(300, 300 + SHOWN_LINES - 1))]
 
 
-# A process whose flight record is there at once, and its stacks later.
+# A process whose stacks are there after half a second, and its flight record after some seconds.
 SLOW_TO_WRITE = """
 import os, signal, sys, threading, time
 from pathlib import Path
@@ -149,6 +153,7 @@ def write(*_):
 def answer():
     while True:
         if files.ask.exists():
+            time.sleep(float(sys.argv[2]))
             files.flight.write_text("{}")
             files.ask.unlink()
         time.sleep(0.01)
@@ -160,8 +165,9 @@ time.sleep(600)
 """
 
 
-def test_stacks_that_are_written_after_the_flight_record_are_waited_for(tmp_path: Path) -> None:
-    child = subprocess.Popen([sys.executable, "-c", SLOW_TO_WRITE, str(tmp_path)], stdout=subprocess.PIPE)
+@pytest.mark.parametrize("flight_s", ["0", full("8", id="8 s, as on a loaded machine")])
+def test_stacks_and_a_flight_record_that_come_late_are_waited_for(tmp_path: Path, flight_s: str) -> None:
+    child = subprocess.Popen([sys.executable, "-c", SLOW_TO_WRITE, str(tmp_path), flight_s], stdout=subprocess.PIPE)
     try:
         assert child.stdout is not None and child.stdout.readline()
         (seen,) = seen_on_node(str(tmp_path), [child.pid])
@@ -184,3 +190,8 @@ def test_py_spy_is_asked_where_it_is_and_the_thread_that_calls_is_shown(
     report = judged([state(0, process="stopped", stacks=stacks), state(1)])
     assert "Stack of rank 0:\n  Thread 71 (idle)\n      meet (w.py:3)" in report.message()
     assert "beat" not in report.message() and "wait (t.py" not in report.message()
+
+
+def test_a_node_s_part_of_a_report_ends_before_it_is_given_up() -> None:
+    """Half of its time is left to start the process that looks, on a machine that is loaded."""
+    assert ANSWER_S + PY_SPY_TIMEOUT_S <= FETCH_TIMEOUT_S / 2
