@@ -72,7 +72,8 @@ class WeightSync:
         )
 
     def _client(self, feed: Feed) -> RolloutClient:
-        return ClientSettings(POLICY, self.max_model_len, self.timeout_s).client(feed.replica)
+        # It asks for no samples.
+        return ClientSettings(POLICY, self.max_model_len, self.timeout_s, max_concurrency=1).client(feed.replica)
 
     def reconnect(self, successors: Mapping[int, Replica]) -> None:
         """Connects to successors of lost servers: index -> replica at another address, fed by the same ranks."""

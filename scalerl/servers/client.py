@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from scalerl.config.schema import RolloutConfig
 from scalerl.servers.access import authorization
 from scalerl.servers.connection import ask, watched_socket
 from scalerl.servers.engines import ENGINES
@@ -43,7 +44,8 @@ class RolloutClient:
 
     engine: the name of the server's engine (`engines.ENGINES`).
     key: the server's key (`RolloutServer.key`).
-    max_concurrency: samples in flight at a time.
+    max_concurrency: samples in flight at a time; the default, as that of timeout_s, is for direct use: a run's clients
+        are made by `ClientSettings`, with what its configuration says.
     max_model_len: tokens of prompt + response; max_new_tokens is cut to fit.
     purpose: for errors.
     timeout_s: for one request, its time in the server's queue included.
@@ -56,8 +58,8 @@ class RolloutClient:
         *,
         key: str,
         max_model_len: int,
-        timeout_s: float = 600.0,
-        max_concurrency: int = 256,
+        timeout_s: float = RolloutConfig.request_timeout_s,
+        max_concurrency: int = RolloutConfig.max_num_seqs,
         purpose: Purpose = POLICY,
     ) -> None:
         self.url = url.rstrip("/")

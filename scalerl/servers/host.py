@@ -202,7 +202,9 @@ class ReplicaHost(ServerProcess):
         assert self.server is not None
         launch, config = self.settings.launch, self.settings.launch.config
         tp_size = ENGINES[config.name].num_ranks(config.tensor_model_parallel_size)
-        clients = ClientSettings(self.settings.purpose, launch.max_model_len, config.request_timeout_s)
+        clients = ClientSettings(
+            self.settings.purpose, launch.max_model_len, config.request_timeout_s, config.max_num_seqs
+        )
         return clients.client(Replica(self.server.url, config.name, tp_size, self.server.key))
 
     def start(self, *entered: object) -> tuple[str, str]:

@@ -26,12 +26,15 @@ class Replica:
 
 @dataclass(frozen=True)
 class ClientSettings:
-    """The settings of all clients of a set of servers, in any process.  max_concurrency: samples in flight."""
+    """The settings of all clients of a set of servers, in any process.
+
+    timeout_s, max_concurrency (samples in flight): from the configuration, so that neither has a default here.
+    """
 
     purpose: Purpose
     max_model_len: int
     timeout_s: float
-    max_concurrency: int = 256
+    max_concurrency: int
 
     def client(self, replica: Replica) -> RolloutClient:
         from scalerl.servers.client import RolloutClient

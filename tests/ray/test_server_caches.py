@@ -28,7 +28,7 @@ def servers(cluster: Processes, tmp_path: Path) -> Iterator[ServerSet]:
         pool = lease.pool(nnodes=1, devices_per_node=1, device="cpu", timeout_s=TIMEOUT_S)
         yield lease.add(
             ServerSet(
-                ClientSettings(POLICY, MAX_MODEL_LEN, TIMEOUT_S),
+                ClientSettings(POLICY, MAX_MODEL_LEN, TIMEOUT_S, max_concurrency=1),
                 pool,
                 ModelConfig(path=str(model)),
                 replace(rollout_config("sglang"), kv_cache_tokens=TOKENS),

@@ -31,7 +31,7 @@ REQUESTS = [
     GenerateRequest("a", [5, 6], 2, SamplingParams(max_new_tokens=40), seeds=[1, 2]),
     GenerateRequest("b", [9], 1, SamplingParams(max_new_tokens=7), seeds=[3]),
 ]
-CLIENTS = ClientSettings(POLICY, max_model_len=64, timeout_s=60.0)
+CLIENTS = ClientSettings(POLICY, max_model_len=64, timeout_s=60.0, max_concurrency=256)
 
 
 @pytest.fixture

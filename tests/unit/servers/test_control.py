@@ -72,7 +72,7 @@ def servers() -> Iterator[list[Server]]:
 
 @pytest.fixture
 def control(servers: list[Server]) -> ServerControl:
-    settings = ClientSettings(POLICY, max_model_len=100, timeout_s=TOGETHER_S)
+    settings = ClientSettings(POLICY, max_model_len=100, timeout_s=TOGETHER_S, max_concurrency=1)
     return ServerControl(settings, [server.replica for server in servers])
 
 

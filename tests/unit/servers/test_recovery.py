@@ -24,7 +24,9 @@ def replica(name: str) -> Replica:
 
 
 def replacements(*names: str) -> Replacements:
-    return Replacements(ClientSettings(JUDGE, max_model_len=8, timeout_s=2.0), [replica(name) for name in names])
+    return Replacements(
+        ClientSettings(JUDGE, max_model_len=8, timeout_s=2.0, max_concurrency=1), [replica(name) for name in names]
+    )
 
 
 async def settle() -> None:
