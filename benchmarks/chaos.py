@@ -145,7 +145,7 @@ def run(args: argparse.Namespace, directory: Path) -> dict:
     shape = {name: getattr(args, name) for name in ("engine", "layout", "critic", "seed", "async_save")}
     progress = Progress.of(directory, {**shape, "steps": steps})
     inputs = Inputs(directory / "model", directory / "rl_train.parquet", directory / "rl_val.parquet")
-    pair = Pair(directory / "straight", directory / "killed", steps, 0)
+    pair = Pair("ppo", directory / "straight", directory / "killed", steps, 0)
     phases = (kills.START, *kills.PHASES, *(kills.CRITIC_PHASES if args.critic else ()))
     phases += kills.BRIEF_PHASES if args.kills >= _MANY_KILLS else ()
     jobs: list[Job] = []

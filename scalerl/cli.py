@@ -33,7 +33,7 @@ commands:
   launch    a run as a Slurm job: checked, submitted, watched, ended
   merge     a checkpoint -> a Hugging Face model directory
   inspect   what is in a checkpoint, and whether it is what was saved
-  verify-resume  whether a run that stops goes on to the same numbers, with your configuration
+  verify-resume  whether a run (of train or sft) that stops goes on to the same numbers, with your configuration
   replay    a step again from its dump and the checkpoint before it: loss, gradient norm, weights
   doctor    versions, devices, what is missing and what that changes
 

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import re
 import shutil
-import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-import torch
-from safetensors.torch import load, save_file
 
 from scalerl.data import PromptCursor
 from scalerl.errors import UserError, run_main
 from scalerl.verify import replay, resume
-from scalerl.verify.resume import Pair, compare
+from scalerl.verify.resume import Pair
+from tests.e2e.changed_runs import Change, changes, check_each_is_found
 from tests.e2e.jobs import Inputs
 from tests.e2e.kept import Kept
 from tests.e2e.test_running_ahead import CORRECTED, OWN_POOL
@@ -46,7 +43,7 @@ def verify(inputs: Inputs, kept: Kept, run_dir: Path, *more: str) -> Verified:
     keys = inputs.overrides(run_dir, "trainer.n_gpus_per_node=1", *more)
     code, said = call(resume.main, [*keys, "--steps", "2", "--keep"], kept)
     root = run_dir / "verify_resume"
-    return Verified(code, said, Pair(root / "straight", root / "resumed", 2, 1))
+    return Verified(code, said, Pair("ppo", root / "straight", root / "resumed", 2, 1))
 
 
 @pytest.fixture(scope="module")
@@ -75,73 +72,16 @@ def test_a_resumed_run_is_the_same(verified: Verified) -> None:
 
 def test_any_difference_is_found(verified: Verified) -> None:
     """Each is put into what the resumed run left, alone."""
+    dump = verified.pair.resumed / "rollouts" / "step_2.parquet"
 
-    def first() -> str:
-        parts = compare(verified.pair, is_exact=True)
-        return next((f"{one.what}: {one.difference}" for one in parts if one.difference is not None), "none")
-
-    assert first() == "none"
-    step_2 = verified.pair.resumed / "global_step_2"
-    files = {
-        "metrics": verified.pair.resumed / "metrics.jsonl",
-        "state": step_2 / "trainer_state.json",
-        "dump": verified.pair.resumed / "rollouts" / "step_2.parquet",
-        "common": step_2 / "actor" / "dist_ckpt" / "common.pt",
-        "random": step_2 / "actor" / "rng" / "rank_0.safetensors",
-        "mlflow": verified.pair.resumed / "mlflow.db",
-    }
-    whole = {name: path.read_bytes() for name, path in files.items()}
-    data = json.loads(whole["metrics"].splitlines()[-1])["data"]
-    grad_norm, lr = data["actor/grad_norm"], data["actor/lr"]
-
-    def with_metric(key: str) -> bytes:
-        *others, line = whole["metrics"].splitlines()
-        changed = json.loads(line)
-        changed["data"][key] = 0.5
-        return b"\n".join([*others, json.dumps(changed).encode()])
-
-    def state() -> bytes:
-        changed = json.loads(whole["state"])
-        changed["prompts"]["position"] = -1
-        return json.dumps(changed).encode()
-
-    def dump() -> None:
-        rows = pq.read_table(files["dump"])
+    def other_token() -> None:
+        rows = pq.read_table(dump)
         ids = rows["input_ids"].to_pylist()
         ids[3][-1] += 1
-        pq.write_table(rows.set_column(rows.column_names.index("input_ids"), "input_ids", [ids]), files["dump"])
+        pq.write_table(rows.set_column(rows.column_names.index("input_ids"), "input_ids", [ids]), dump)
 
-    def common() -> None:
-        changed = torch.load(files["common"], weights_only=True)
-        torch.save(changed | {"num_updates": changed["num_updates"] + 1}, files["common"])
-
-    def random() -> None:
-        states = load(whole["random"])
-        name = min(states)
-        save_file(states | {name: states[name].flip(0)}, files["random"])
-
-    def mlflow() -> None:
-        with contextlib.closing(sqlite3.connect(files["mlflow"])) as store, store:
-            update = "UPDATE metrics SET value = value + 1 WHERE key = 'actor/grad_norm' AND step = 2"
-            assert store.execute(update).rowcount == 1
-
-    for name, change, words in (
-        ("metrics", with_metric("actor/grad_norm"), f"metrics: step 2: actor/grad_norm {grad_norm!r}, 0.5"),
-        ("metrics", with_metric("actor/lr"), f"learning rates: step 2: actor/lr {lr!r}, 0.5"),
-        ("metrics", b"\n".join(whole["metrics"].splitlines()[:1]), "steps: logged steps are [1]"),
-        ("state", state(), "state of the run: prompts.position: "),
-        ("dump", dump, "sampled tokens: step 2: input_ids of sample 3"),
-        ("common", common, "actor: number of updates: num_updates: "),
-        ("random", random, "random states: actor/rng/rank_0.safetensors: "),
-        ("mlflow", mlflow, f"MLflow's history: step 2: actor/grad_norm {grad_norm!r}, "),
-    ):
-        if isinstance(change, bytes):
-            files[name].write_bytes(change)
-        else:
-            change()
-        assert words in first()
-        files[name].write_bytes(whole[name])
-    assert first() == "none"
+    of_samples = Change(dump, other_token, "sampled tokens: step 2: input_ids of sample 3")
+    check_each_is_found(verified.pair, [*changes(verified.pair, "actor"), of_samples])
 
 
 # A cursor that goes on from what this process remembers, not from what was saved.

@@ -80,7 +80,7 @@ MISTAKES = {
     "merge": ["", "--backend megatron --local_dir none --target_dir out", "--backend x"],
     "inspect": ["", "none"],
     "plan": ["--nonsense", "none.yaml", "--device-memory", "trainer.nnode=1"],
-    "verify-resume": ["--steps x", "--nonsense", "--steps 4 --at 4", "trainer.nnode=1"],
+    "verify-resume": ["--steps x", "--nonsense", "--steps 4 --at 4", "trainer.nnode=1", "sft trainer.nnode=1"],
     "replay": ["", "none", "none x", "none 1", "none 1 --nonsense"],
     "doctor": ["--nonsense", "nonsense"],
 }

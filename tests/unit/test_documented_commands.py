@@ -320,7 +320,7 @@ def parse_server(argv: list[str]) -> None:
 def check_verify_resume(argv: list[str]) -> None:
     """It looks for an earlier verification once it has read its arguments."""
     Path("verified", VERIFY_RESUME).mkdir(parents=True, exist_ok=True)
-    keys = [*needed_of("train"), "trainer.default_local_dir=verified"]
+    keys = [*needed_of("sft" if argv[1] == "sft" else "train"), "trainer.default_local_dir=verified"]
     with pytest.raises(UserError, match="is there already, of an earlier verification"):
         verify_resume([more for word in argv[1:] for more in (keys if word == "KEYS" else [word])])
 
