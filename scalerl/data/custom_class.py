@@ -37,16 +37,21 @@ def create_rl_dataset(
 ) -> RLHFDataset | PromptTable:
     """Creates the data set that `config` asks for: an RLHFDataset, or the rows of config.custom_cls.
 
+    A class may draw from the generators that all code shares: they are seeded with config.seed while it is read.
     Raises DataError for wrong data, or a class that cannot be used.
     """
     if config.custom_cls.path is None and config.custom_cls.name is None:
         return RLHFDataset(data_files, tokenizer, config, None, max_samples)
     cls = load_dataset_class(config.custom_cls)
+    from scalerl.runtime.random_states import seeded_generators
+
     path = str(Path(config.custom_cls.path or "").expanduser().resolve())
     label = f"{cls.__name__} of {path}"
     try:
-        dataset = cls(data_files, tokenizer, config, None, max_samples)
-        rows = [dataset[i] for i in range(len(dataset))]
+        # So that a run which goes on has the rows that it began with.
+        with seeded_generators(config.seed):
+            dataset = cls(data_files, tokenizer, config, None, max_samples)
+            rows = [dataset[i] for i in range(len(dataset))]
     except DataError:
         raise
     except Exception as error:  # the user's code raises what it likes

@@ -35,6 +35,7 @@ from scalerl.checkpoint.torch_dist import (
 from scalerl.errors import UserError
 from scalerl.families import CHECKPOINT_MODEL_ROOTS, ModelShape, Param, padded_vocab_size
 from scalerl.parallel.optimizer import adopt_main_parameters, main_tensors, optimizer_parts, set_num_updates
+from scalerl.runtime.random_states import generator_states, restore_generators
 from scalerl.whole_file import fsync
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ _OPTIMIZER_KEY = "optimizer.state.{name}.{key}"
 _STATE = ("params", "optimizer")
 # An error names at most so many tensors.
 _MAX_SHOWN = 8
+# Of a rank's random states, those that are text (`generator_states`).
+_TEXTS = ("python", "numpy")
 # One key per layer, so that merge can read layer by layer.
 _METADATA = {"non_homogeneous_layers": True}
 
@@ -359,6 +362,9 @@ def _rng_state() -> dict[str, torch.Tensor]:
     state = {f"tracker.{name}": value for name, value in _rng_tracker().get_states().items()}
     state["torch"] = torch.get_rng_state()
     state["device"] = torch.cuda.get_rng_state()
+    # Code of the user's own may draw from them.
+    texts = generator_states()
+    state |= {name: torch.frombuffer(bytearray(texts[name].encode()), dtype=torch.uint8) for name in _TEXTS}
     return {name: value.clone().contiguous() for name, value in state.items()}
 
 
@@ -373,3 +379,5 @@ def _set_rng_state(state: dict[str, torch.Tensor]) -> None:
     _rng_tracker().set_states({name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)})
     torch.set_rng_state(state["torch"])
     torch.cuda.set_rng_state(state["device"])
+    # A checkpoint of an earlier version has none.
+    restore_generators({name: state[name].numpy().tobytes().decode() for name in _TEXTS if name in state})

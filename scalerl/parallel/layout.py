@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from scalerl.config import LayoutSizes
 from scalerl.runtime.garbage import collect_garbage
+from scalerl.runtime.random_states import seed_generators
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def initialize(
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
         create_gloo_process_groups=False,
     )
-    torch.manual_seed(seed)
+    seed_generators(seed)
     model_parallel_cuda_manual_seed(seed)
     coordinates = layout.coordinates(dist.get_rank())
     # After initialize_model_parallel each of its ranks and groups is there, which its types do not say.

@@ -36,6 +36,7 @@ from scalerl.families.flops import flops_shape
 from scalerl.metrics import Timers
 from scalerl.parallel.layout import Layout
 from scalerl.runtime.garbage import collect_garbage
+from scalerl.runtime.random_states import seed_generators
 from scalerl.tracking import Tracking
 from scalerl.trainer import checkpoints
 from scalerl.trainer.beginning import StartPhases, length_of_epochs
@@ -128,6 +129,8 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, host: RunHost) -> Iterator[Run]:
         # Trackers open in background threads: one that cannot be opened ends the run here, not after the first step.
         tracker.wait_started()
         say_how_to_open(tracker)
+        # For code of the user's own in this process; scalerl's draws from generators of its own.
+        seed_generators(cfg.data.seed)
         if resumed.directory is not None:
             with rollout.lend_device():
                 load(run, resumed)

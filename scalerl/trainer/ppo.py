@@ -16,6 +16,7 @@ from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config import PPOConfig
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.metrics import Metric, Timers, merge_metrics, validation_metrics
+from scalerl.runtime.random_states import generator_states, restore_generators
 from scalerl.runtime.stop import StopRequest
 from scalerl.tracking import Tracking
 from scalerl.trainer import checkpoints
@@ -240,12 +241,16 @@ def validate_in_time(run: Run) -> dict[str, float]:
 
 
 def state_to_save(run: Run) -> dict[str, Any]:
-    """The state that a checkpoint holds beside the models: prompts, samples in flight, weight of the KL, MLflow run."""
+    """The state that a checkpoint holds beside the models.
+
+    It is prompts, samples in flight, weight of the KL, MLflow run, and the driver's random states.
+    """
     return {
         "prompts": run.samples.prompts.state_dict(),
         "samples": run.samples.state_dict(),
         "kl_ctrl": None if run.kl is None else run.kl.state_dict(),
         "mlflow_run_id": run.tracker.run_id,
+        "random": generator_states(),
     }
 
 
@@ -284,4 +289,6 @@ def load(run: Run, resumed: checkpoints.Resumed) -> None:
     # The run may have started without a KL controller.
     if run.kl is not None and (kl := resumed.state.get("kl_ctrl")):
         run.kl.load_state_dict(kl)
+    # A checkpoint of an earlier version has none.
+    restore_generators(resumed.state.get("random", {}))
     run.step, run.saves.latest = resumed.step, resumed.directory

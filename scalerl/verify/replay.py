@@ -286,6 +286,7 @@ def trainer_run(source: ReplayedStep, cfg: PPOConfig, inputs: PPOInputs, process
         MegatronRewardModel,
     )
     from scalerl.metrics import Timers
+    from scalerl.runtime.random_states import restore_generators, seed_generators
     from scalerl.runtime.stop import StopRequest
     from scalerl.trainer.beginning import StartPhases
     from scalerl.trainer.build import build_models, distinct_groups, make_planners, start_groups, start_pool
@@ -321,13 +322,16 @@ def trainer_run(source: ReplayedStep, cfg: PPOConfig, inputs: PPOInputs, process
             stop=StopRequest(),
             saves=Saves(cfg.trainer),
         )
+        # As the run had them (`ppo_run`): an estimator of the user's may draw.
+        seed_generators(cfg.data.seed)
         if source.before is not None:
             run.actor.load(str(source.before / "actor"))
             if run.critic is not None:
                 run.critic.load(str(source.before / "critic"))
-            state = read_trainer_state(source.before).get("kl_ctrl")
-            if kl is not None and state:
-                kl.load_state_dict(state)
+            state = read_trainer_state(source.before)
+            if kl is not None and state.get("kl_ctrl"):
+                kl.load_state_dict(state["kl_ctrl"])
+            restore_generators(state.get("random", {}))
         yield run
 
 

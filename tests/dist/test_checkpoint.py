@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -104,10 +106,10 @@ class Trainer:
         return {name: tensor.clone() for bucket in self.engine.export_buckets(20_000) for name, tensor in bucket}
 
     def draw(self) -> list[torch.Tensor]:
-        """From torch's generator and from the one of tensor-parallel regions."""
+        """From the generators that all code shares, and from the one of tensor-parallel regions."""
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-        draws = [torch.rand(4)]
+        draws = [torch.rand(4), torch.tensor([random.gauss(0, 1)]), torch.tensor([np.random.standard_normal()])]
         with get_cuda_rng_tracker().fork():
             draws.append(torch.rand(4))
         return draws

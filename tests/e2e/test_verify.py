@@ -46,9 +46,28 @@ def verify(inputs: Inputs, kept: Kept, run_dir: Path, *more: str) -> Verified:
     return Verified(code, said, Pair("ppo", root / "straight", root / "resumed", 2, 1))
 
 
+# An estimator that draws from the generators of the driver that all code shares; each remembers half of a pair.
+DRAWING = """
+import random
+
+import numpy as np
+import torch
+from scalerl.algorithms import register_adv_est
+
+@register_adv_est("drawing")
+def drawing(scores_S, uids_S, config):
+    draws = torch.tensor([random.gauss(0, 1), np.random.standard_normal(), float(torch.randn(()))])
+    return (scores_S - scores_S.mean() + draws.sum()).float()
+"""
+
+
 @pytest.fixture(scope="module")
 def verified(inputs: Inputs, kept: Kept, tmp_path_factory: pytest.TempPathFactory) -> Verified:
-    return verify(inputs, kept, tmp_path_factory.mktemp("verified"))
+    """Of a run whose advantages have random numbers in them."""
+    directory = tmp_path_factory.mktemp("verified")
+    (directory / "own.py").write_text(DRAWING)
+    own = (f"trainer.import_files=[{directory / 'own.py'}]", "algorithm.adv_estimator=drawing")
+    return verify(inputs, kept, directory / "run", *own)
 
 
 def test_a_resumed_run_is_the_same(verified: Verified) -> None:
@@ -66,6 +85,8 @@ def test_a_resumed_run_is_the_same(verified: Verified) -> None:
     ):
         (line,) = [line for line in verified.said.splitlines() if line.startswith(f"  {what} ")]
         assert line.endswith(" same")
+        if what == "state of the run":
+            assert "random" in line, "of the driver"
     assert "32 samples of 2 steps" in verified.said and "DIFFERENT" not in verified.said
     assert (verified.pair.resumed / "global_step_1").is_dir(), "it stopped there"
 

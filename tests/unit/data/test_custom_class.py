@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,24 @@ def error_of(config: DataConfig, tokenizer, data_files="none.parquet") -> str:
     with pytest.raises(DataError) as caught:
         create_rl_dataset(data_files, tokenizer, config)
     return str(caught.value)
+
+
+def test_a_class_that_draws_has_the_same_rows_in_every_process(tokenizer, custom):
+    """Of data.seed: a run that goes on reads the class again. What others draw does not change by it."""
+    drawn = "f'{random.random()} {np.random.rand()} {float(torch.rand(()))}'"
+    code = "import random\nimport numpy as np\nimport torch\n" + own(f"return {ROW})").replace("'q'", drawn)
+
+    def contents(seed: int) -> list[str]:
+        dataset = create_rl_dataset("", tokenizer, custom(code, seed=seed))
+        return [dataset[i].messages[0]["content"] for i in range(len(dataset))]
+
+    random.seed(1)
+    expected = random.random()
+    random.seed(1)
+    first = contents(3)
+    assert random.random() == expected
+    assert len(set(first)) == 3 and contents(3) == first
+    assert not set(contents(4)) & set(first)
 
 
 def test_the_digest_is_that_of_the_messages(tokenizer, custom):
