@@ -1,4 +1,4 @@
-"""The device and the installed version that Transformer Engine's attention needs."""
+"""The device and the installed version that Transformer Engine's attention and experts need."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Iterator
 # The first version that takes packed sequences, those of latent attention too, with each exchange: older ones raise an
 # AssertionError in the first forward (attention/dot_product_attention/context_parallel.py of each).
 FIRST_VERSIONS = {"p2p": (2, 9), "a2a": (2, 15), "all_gather": (2, 18), "a2a+p2p": (2, 19)}
+# The oldest that megatron-core 0.16 is made for.
+FIRST_VERSION_OF_EXPERTS = (2, 9)
 
 
 def transformer_engine_violations(
@@ -37,6 +39,21 @@ def transformer_engine_violations(
             f"{what} takes packed sequences with this exchange from version {needed} on, and {version} is installed; "
             f"install a newer one, {remedy}"
         )
+
+
+def expert_violations(impl: str, *, prefix: str, device: str, version: str | None) -> Iterator[str]:
+    """Yields why the machine cannot run the experts of moe_experts_impl; arguments as of the attention's."""
+    if impl != "transformer_engine":
+        return
+    needed = ".".join(map(str, FIRST_VERSION_OF_EXPERTS))
+    remedy = f"or {prefix}.moe_experts_impl=torch (torch's grouped matrix products)"
+    what = f"{prefix}.moe_experts_impl = {impl}: Transformer Engine's grouped linear layers"
+    if device != "cuda":
+        yield f"{what} run on GPUs only, and the device is {device}; set trainer.device=cuda, {remedy}"
+    elif version is None:
+        yield f"{what} need transformer-engine, which is not installed; install {needed} or newer, {remedy}"
+    elif _major_minor(version) < FIRST_VERSION_OF_EXPERTS:
+        yield f"{what} need version {needed}, and {version} is installed; install a newer one, {remedy}"
 
 
 def transformer_engine_version() -> str | None:

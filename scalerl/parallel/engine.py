@@ -16,7 +16,7 @@ from torch import Tensor
 from scalerl.balance import Alignment
 from scalerl.families import Head, ModelShape, family_of
 from scalerl.parallel import platform
-from scalerl.parallel.experts import named_gradients, router_biases
+from scalerl.parallel.expert_weights import named_gradients, router_biases
 from scalerl.parallel.export import Needed, export_buckets
 from scalerl.parallel.layout import Groups
 from scalerl.parallel.loading import load_hf_weights, local_params

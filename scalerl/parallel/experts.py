@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
-from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.tensor_parallel import checkpoint
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -24,7 +23,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from scalerl.families import ModelShape
-from scalerl.parallel.marks import mark
+from scalerl.parallel.expert_weights import mark_of_experts, sharded_experts
+from scalerl.parallel.te_experts import transformer_engine_experts
 
 if TYPE_CHECKING:
     from scalerl.config.schema import MegatronConfig
@@ -58,6 +58,8 @@ def mixture_config(shape: ModelShape, config: MegatronConfig) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": config.moe_aux_loss_coeff,
         "moe_z_loss_coeff": config.moe_z_loss_coeff,
+        # What megatron's own specs take as Transformer Engine's experts.
+        "moe_grouped_gemm": config.moe_experts_impl == "transformer_engine",
     }
 
 
@@ -100,7 +102,7 @@ class ExpertsLayer(MoELayer):
         super().__init__(
             config,
             MoESubmodules(
-                experts=ModuleSpec(module=Experts),
+                experts=transformer_engine_experts() if config.moe_grouped_gemm else ModuleSpec(module=Experts),
                 shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linear),
                 router=Router,
             ),
@@ -239,10 +241,7 @@ class _Stacked(torch.nn.Module):
     def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=torch.cuda.current_device()))
-        # Its copies are the expert data-parallel group's, whichever ranks share the rest of the layer.
-        mark(self.weight, allreduce=False)
-        # Every rank outside that group holds another part: the gradient norm counts all of them.
-        mark(self.weight, tensor_model_parallel=True, partition_dim=0, partition_stride=1)
+        mark_of_experts(self.weight)
 
 
 class Experts(MegatronModule):
@@ -277,44 +276,13 @@ class Experts(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, ShardedTensorFactory]:
         """The tensors of a checkpoint, a key for each expert: `...local_experts.<global index>...`, as in families/."""
+        first = self.groups.ep.rank() * self.num_local_experts
         return {
-            f"{prefix}{name}.weight": self._factory(
-                f"{prefix}{name}.weight", getattr(self, name).weight, sharded_offsets
+            f"{prefix}{name}.weight": sharded_experts(
+                f"{prefix}{name}.weight", getattr(self, name).weight, first, self.groups, sharded_offsets
             )
             for name in ("linear_fc1", "linear_fc2")
         }
-
-    def _factory(self, key: str, weight: Tensor, sharded_offsets: tuple) -> ShardedTensorFactory:
-        etp, etp_rank = self.groups.expt_tp.size(), self.groups.expt_tp.rank()
-        first = self.groups.ep.rank() * self.num_local_experts
-        is_gate_up = "linear_fc1" in key
-
-        def build(key: str, data: Tensor, replica_id: Any, flattened_range: None) -> list[ShardedTensor]:
-            shards = []
-            for local, tensor in enumerate(data):
-                expert_key = key.replace(".experts.", f".experts.local_experts.{first + local}.", 1)
-                # (dimension, place, number of places): gate and up are two parts of one tensor, each split over etp.
-                parts = [(0, etp_rank, 2 * etp), (0, etp + etp_rank, 2 * etp)] if is_gate_up else [(1, etp_rank, etp)]
-                for part, offset in zip(tensor.chunk(len(parts)), parts, strict=True):
-                    shards.append(
-                        ShardedTensor.from_rank_offsets(
-                            expert_key,
-                            part,
-                            *sharded_offsets,
-                            offset,
-                            replica_id=replica_id,
-                            prepend_axis_num=len(sharded_offsets),
-                        )
-                    )
-            return shards
-
-        def merge(parts: list[Tensor]) -> Tensor:
-            return torch.cat(parts).view(weight.shape) if is_gate_up else torch.stack(parts)
-
-        # megatron's type of the two functions says less than it takes.
-        build_fn: Any = build
-        merge_fn: Any = merge
-        return ShardedTensorFactory(key, weight, build_fn, merge_fn, (0, 0, self.groups.expt_dp.rank()))
 
 
 # torch 2.10 made it public.
@@ -341,29 +309,3 @@ def one_by_one(tokens_NH: Tensor, tokens_per_expert: Tensor, weights_N: Tensor, 
 def _swiglu(gate_up: Tensor, weights_N: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return (F.silu(gate) * up * weights_N[:, None]).to(gate_up.dtype)
-
-
-def named_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Every tensor that the family tables name, by its name in this model; of stacked experts the view of each one."""
-    return _unstacked((name, parameter) for name, parameter in model.named_parameters()) | router_biases(model)
-
-
-def router_biases(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The biases of the routers by name, which an update moves without a gradient."""
-    return {name: buffer for name, buffer in model.named_buffers() if name.endswith(".expert_bias")}
-
-
-def named_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The gradients that megatron's data parallelism has gathered, by name as in `named_tensors`."""
-    return _unstacked((name, getattr(parameter, "main_grad")) for name, parameter in model.named_parameters())  # noqa: B009
-
-
-def _unstacked(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    unstacked: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        if ".experts." in name:
-            for local, view in enumerate(tensor.detach()):
-                unstacked[name.replace(".experts.", f".experts.local_experts.{local}.")] = view
-        else:
-            unstacked[name] = tensor
-    return unstacked

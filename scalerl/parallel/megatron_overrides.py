@@ -14,7 +14,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.tensor_parallel import layers
-from megatron.core.transformer.moe import fused_a2a
+from megatron.core.transformer.moe import fused_a2a, moe_utils
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from scalerl.config.value_checks import show
@@ -28,10 +28,20 @@ CLASSES: dict[str, type] = {
     "override_ddp_config": DistributedDataParallelConfig,
     "override_optimizer_config": OptimizerConfig,
 }
-# Fields that let tokens of experts travel by DeepEP, and the one that adds up gradients in the product's kernel.
+# Fields that let tokens of experts travel by DeepEP.
 _DISPATCHER = "moe_token_dispatcher_type"
 _DISPATCH = (_DISPATCHER, "moe_enable_deepep", "moe_flex_dispatcher_backend")
-_FUSION = "gradient_accumulation_fusion"
+# Fields that ask for a fused kernel -> which one, and what happens without it.
+_FUSED = {
+    "gradient_accumulation_fusion": (
+        "fused_weight_gradient_mlp_cuda of apex",
+        "gradients are added up without it, to the same sums",
+    ),
+    "moe_permute_fusion": (
+        "of transformer-engine 2.1 or newer",
+        "tokens are sorted by their experts without it, in the same order",
+    ),
+}
 
 
 def override_violations(section: str, config: MegatronConfig | OptimConfig) -> Iterator[str]:
@@ -93,11 +103,10 @@ def _with_dispatcher(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def unfused(section: str, config: MegatronConfig | OptimConfig, *, on_cpu: bool) -> Iterator[str]:
     """One line for each fused kernel that is asked for, is not there, and without which the numbers are the same."""
-    if getattr(config, "override_transformer_config", {}).get(_FUSION) and not _has_fusion(on_cpu):
-        yield (
-            f"{section}.override_transformer_config.{_FUSION} = true: its kernel (fused_weight_gradient_mlp_cuda of "
-            "apex) is not here; gradients are added up without it, to the same sums"
-        )
+    fields = getattr(config, "override_transformer_config", {})
+    for name in _missing_kernels(fields, on_cpu):
+        kernel, without = _FUSED[name]
+        yield f"{section}.override_transformer_config.{name} = true: its kernel ({kernel}) is not here; {without}"
 
 
 def transformer_values(overrides: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
@@ -106,13 +115,17 @@ def transformer_values(overrides: Mapping[str, Any], *, on_cpu: bool) -> dict[st
     With the dispatcher of tokens that DeepEP needs, and without fused kernels that are not there.
     """
     values = megatron_values("override_transformer_config", _with_dispatcher(overrides))
-    if values.get(_FUSION) and not _has_fusion(on_cpu):
-        values[_FUSION] = False
-    return values
+    return values | dict.fromkeys(_missing_kernels(values, on_cpu), False)
 
 
-def _has_fusion(on_cpu: bool) -> bool:
-    return layers._grad_accum_fusion_available and not on_cpu
+def _missing_kernels(fields: Mapping[str, Any], on_cpu: bool) -> list[str]:
+    """The fields that ask for a fused kernel which is not here; each one runs on GPUs only."""
+    has_kernel = {
+        "gradient_accumulation_fusion": layers._grad_accum_fusion_available,
+        # Without transformer-engine megatron does not even define the name.
+        "moe_permute_fusion": getattr(moe_utils, "fused_permute", None) is not None,
+    }
+    return [name for name in _FUSED if fields.get(name) and (on_cpu or not has_kernel[name])]
 
 
 @functools.cache

@@ -142,11 +142,13 @@ def check_transformer_engine(timeout_s: float = 180.0) -> Finding:
     except importlib.metadata.PackageNotFoundError:
         return Finding(
             name, True, "not installed",
-            "attention is torch's and context parallelism scalerl's own; megatron.cp_comm_type stays null",
+            "attention and experts are torch's and context parallelism scalerl's own; megatron.cp_comm_type stays null "
+            "and moe_experts_impl torch",
         )  # fmt: skip
     _, error = run_interpreter(["-c", "import transformer_engine.pytorch"], timeout_s)
     if error is None:
-        return Finding(name, True, version, "megatron.cp_comm_type can be set; Adam is its fused one", True)
+        meaning = "megatron.cp_comm_type and moe_experts_impl can be set; Adam is its fused one"
+        return Finding(name, True, version, meaning, True)
     return Finding(
         name, False, f"{version}: {error}",
         "megatron imports it in every rank, and none starts: install its compiled parts too (docs/gpu.md), or "

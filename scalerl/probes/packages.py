@@ -56,8 +56,8 @@ REQUIRED = (
 OPTIONAL = (
     Package(
         "transformer-engine", "transformer_engine", "transformer_engine.pytorch",
-        "megatron.cp_comm_type cannot be set (attention is torch's, context parallelism scalerl's own); apex's or "
-        "torch's Adam", needed=False,
+        "megatron.cp_comm_type and moe_experts_impl cannot be set (attention and experts are torch's, context "
+        "parallelism scalerl's own); apex's or torch's Adam", needed=False,
     ),
     Package("apex", "apex", "apex.multi_tensor_apply, amp_C", "torch's Adam and gradient clipping: slower updates",
             needed=False),

@@ -25,7 +25,7 @@ def built(name: str, config: dict[str, Any]) -> list[tuple[int, int, int]]:
     from scalerl.config import compose, trained_layout
     from scalerl.families import ModelShape, family_of
     from scalerl.memory_plan.parameters import stage_parameters
-    from scalerl.parallel.experts import named_tensors
+    from scalerl.parallel.expert_weights import named_tensors
     from scalerl.parallel.layout import Layout, initialize, leave
     from scalerl.parallel.loading import local_params
     from scalerl.parallel.model import build_model, transformer_config

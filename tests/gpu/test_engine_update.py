@@ -22,7 +22,7 @@ LEARNING_RATE = 1e-3
 BFLOAT16_BOUNDS = {"before": 0.05, "after": 0.035, "loss": 0.025, "norm": 0.036}
 
 
-def train(model_path: str, dtype: str) -> dict[str, Any]:
+def train(model_path: str, dtype: str, moe_experts_impl: str = "torch") -> dict[str, Any]:
     """Runs alone in a process: log-probs, NUM_UPDATES supervised updates, log-probs again."""
     from scalerl.algorithms import SFTObjective
     from scalerl.balance import plan_step
@@ -33,7 +33,8 @@ def train(model_path: str, dtype: str) -> dict[str, Any]:
     from scalerl.protocol import DataProto, Jagged
 
     groups = initialize(Layout(1), backend=platform.backend(), timeout_s=120, seed=1)
-    engine = MegatronEngine(model_path, MegatronConfig(dtype=dtype), groups, optim=OptimConfig(lr=LEARNING_RATE))
+    megatron = MegatronConfig(dtype=dtype, moe_experts_impl=moe_experts_impl)
+    engine = MegatronEngine(model_path, megatron, groups, optim=OptimConfig(lr=LEARNING_RATE))
     generator = torch.Generator().manual_seed(3)
     shard = DataProto(
         {

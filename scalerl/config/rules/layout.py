@@ -13,7 +13,11 @@ from scalerl.config.rules.base import Rule, rule, value_at
 from scalerl.config.schema import PPOConfig, SFTConfig
 from scalerl.config.sections import ACTOR, trained_layout_keys
 from scalerl.config.suggestions import nearest_multiples
-from scalerl.config.transformer_engine import transformer_engine_version, transformer_engine_violations
+from scalerl.config.transformer_engine import (
+    expert_violations,
+    transformer_engine_version,
+    transformer_engine_violations,
+)
 
 
 def trained_layout_rule(megatron: str) -> Rule:
@@ -61,14 +65,16 @@ def flash_attention_rule(megatron: str) -> Rule:
 
 
 def transformer_engine_rules(cfg: PPOConfig | SFTConfig, device: str) -> list[Rule]:
-    """Makes the rules of attention for the trained model, and for each role of the run with another cp_comm_type.
+    """Makes the rules of attention and experts for the trained model, and for each role of the run that has others.
 
     device: cuda or cpu.
     """
     trained = "megatron" if isinstance(cfg, SFTConfig) else f"{ACTOR}.megatron"
     roles = [] if isinstance(cfg, SFTConfig) else model_roles(cfg)
-    usual = trained_megatron(cfg).cp_comm_type
-    others = [f"{role.section}.megatron" for role in roles if role.megatron.cp_comm_type != usual]
+
+    def sections(name: str) -> list[str]:
+        usual = getattr(trained_megatron(cfg), name)
+        return [trained, *(f"{role.section}.megatron" for role in roles if getattr(role.megatron, name) != usual)]
 
     def attention_rule(megatron: str) -> Rule:
         kind, cp_size = f"{megatron}.cp_comm_type", f"{megatron}.context_parallel_size"
@@ -85,4 +91,18 @@ def transformer_engine_rules(cfg: PPOConfig | SFTConfig, device: str) -> list[Ru
 
         return runs_here
 
-    return [attention_rule(megatron) for megatron in (trained, *others)]
+    def experts_rule(megatron: str) -> Rule:
+        impl = f"{megatron}.moe_experts_impl"
+
+        @rule(impl)
+        def runs_here(cfg: Any) -> Iterator[str]:
+            yield from expert_violations(
+                value_at(cfg, impl), prefix=megatron, device=device, version=transformer_engine_version()
+            )
+
+        return runs_here
+
+    return [
+        *map(attention_rule, sections("cp_comm_type")),
+        *map(experts_rule, sections("moe_experts_impl")),
+    ]

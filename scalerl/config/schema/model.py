@@ -98,6 +98,9 @@ class MegatronConfig:
     expert_tensor_parallel_size: int | None = key(None, or_null(at_least(1)))
     # Ignored (off) when tensor_model_parallel_size is 1. A mixture of experts needs it.
     sequence_parallel: bool = True
+    # Of a mixture: torch: a rank's experts are two grouped matrix products of torch's (on GPUs, in bfloat16);
+    # transformer_engine: they are Transformer Engine's grouped linear layers (needs GPUs).
+    moe_experts_impl: str = key("torch", one_of("torch", "transformer_engine"))
     # Weight in the loss of each sequence's imbalance between the experts (arXiv 2412.19437, eq. 17), mean over tokens.
     moe_aux_loss_coeff: float = key(0.0, at_least(0))
     # Weight in the loss of the squared log-sum-exp of the router's logits, mean over tokens.

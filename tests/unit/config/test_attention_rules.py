@@ -1,4 +1,4 @@
-"""cp_comm_type and hierarchical_context_parallel_sizes: what keys, model, device and installed version allow."""
+"""cp_comm_type, its sizes and moe_experts_impl: what keys, model, device and installed version allow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ import pytest
 
 from scalerl.config import ModelSizes, compose, layout_violations, validate_ppo, validate_sft
 from scalerl.config.schema import FLASH_ATTENTION_IMPLS, MegatronConfig
-from scalerl.config.transformer_engine import FIRST_VERSIONS, transformer_engine_version, transformer_engine_violations
+from scalerl.config.transformer_engine import (
+    FIRST_VERSIONS,
+    expert_violations,
+    transformer_engine_version,
+    transformer_engine_violations,
+)
 
 ACTOR = "actor_rollout_ref.actor.megatron"
 NEEDED = ["data.train_files=a.parquet", "data.val_files=b.parquet", "actor_rollout_ref.model.path=m"]
@@ -189,6 +194,36 @@ def test_the_machine_is_asked_once_the_device_is_known() -> None:
     cfg.trainer.device = "cuda"
     # A run may be composed where it does not run.
     assert validate_sft(cfg) == []
+
+
+# Experts
+
+
+@pytest.mark.parametrize(
+    ("impl", "device", "version", "text"),
+    [
+        ("torch", "cpu", None, None),
+        ("transformer_engine", "cpu", "2.20.2", "run on GPUs only, and the device is cpu; set trainer.device=cuda, or"),
+        ("transformer_engine", "cuda", None, "which is not installed; install 2.9 or newer, or m.moe_experts_impl="),
+        ("transformer_engine", "cuda", "2.8.1", "need version 2.9, and 2.8.1 is installed; install a newer one, or"),
+        ("transformer_engine", "cuda", "2.9.0.dev0+abc", None),
+    ],
+)
+def test_experts_of_transformer_engine(impl: str, device: str, version: str | None, text: str | None) -> None:
+    found = list(expert_violations(impl, prefix="m", device=device, version=version))
+    assert [text in violation for violation in found] == ([] if text is None else [True])
+
+
+def test_experts_of_every_role_are_asked_about() -> None:
+    """One violation for the trained model and those that follow it, and one for a role with its own."""
+    values = {"moe_experts_impl": "transformer_engine"}
+    for kind, section in (("ppo", ACTOR), ("sft", "megatron")):
+        (violation,) = violations(kind, values, device="cpu")
+        assert violation.startswith(f"{section}.moe_experts_impl = transformer_engine: ")
+    cfg = with_megatron("ppo", values, section="actor_rollout_ref.ref.megatron")
+    cfg.actor_rollout_ref.actor.use_kl_loss = True
+    (violation,) = validate_ppo(cfg, device="cpu")
+    assert violation.startswith("actor_rollout_ref.ref.megatron.moe_experts_impl = transformer_engine: ")
 
 
 # The model

@@ -116,6 +116,7 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "hierarchical_context_parallel_sizes": ([[], [4], [2, 1], [2, 2, 2], [2, 2.0], [2, True]], [None]),
     "expert_model_parallel_size": ([0], [1]),
     "expert_tensor_parallel_size": ([0], [None, 1]),
+    "moe_experts_impl": (["", "grouped"], ["torch"]),
     "moe_aux_loss_coeff": ([-0.1], [0.0, 0.01]),
     "moe_z_loss_coeff": ([-0.1], [0.0, 0.001]),
     "moe_router_bias_update_rate": ([-0.1], [0.0, 0.001]),

@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.moe import fused_a2a
+from megatron.core.transformer.moe import fused_a2a, moe_utils
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from scalerl.config.schema import MegatronConfig, OptimConfig
@@ -26,6 +26,7 @@ from scalerl.parallel.megatron_overrides import (
     megatron_values,
     override_violations,
     transformer_values,
+    unfused,
 )
 from scalerl.parallel.model import transformer_config
 
@@ -125,6 +126,20 @@ def test_gradients_are_added_up_by_a_fused_kernel_only_where_there_is_one(monkey
     monkeypatch.setattr(layers, "_grad_accum_fusion_available", True)
     assert transformer_values(given, on_cpu=False) == given
     assert transformer_values(given, on_cpu=True) == {"gradient_accumulation_fusion": False}
+
+
+def test_tokens_are_sorted_by_a_fused_kernel_only_where_there_is_one(monkeypatch: pytest.MonkeyPatch):
+    """Commands of verl ask for it. Without transformer-engine megatron would end each rank with an ImportError."""
+    given = {"moe_permute_fusion": True}
+    monkeypatch.delattr(moe_utils, "fused_permute", raising=False)
+    assert transformer_values(given, on_cpu=False) == {"moe_permute_fusion": False}
+    assert config_of(**given).moe_permute_fusion is False
+    megatron = MegatronConfig(override_transformer_config=given)
+    (line,) = unfused("m", megatron, on_cpu=False)
+    assert line.startswith("m.override_transformer_config.moe_permute_fusion = true: its kernel (of transformer-engine")
+    monkeypatch.setattr(moe_utils, "fused_permute", lambda: None, raising=False)
+    assert transformer_values(given, on_cpu=False) == given and list(unfused("m", megatron, on_cpu=False)) == []
+    assert transformer_values(given, on_cpu=True) == {"moe_permute_fusion": False}
 
 
 @pytest.mark.parametrize(
