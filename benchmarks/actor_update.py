@@ -4,6 +4,7 @@ faster it is than Hugging Face transformers on padded batches.
 python benchmarks/actor_update.py                                     # CPU: two log-normal distributions
 python benchmarks/actor_update.py --model 1.5b --lengths constant     # GPU: 8k tokens packed to 32k
 python benchmarks/actor_update.py --world 2 --tp 2 --no-compare       # other layouts, models, sizes: --help
+python benchmarks/actor_update.py --model 30b-a3b --megatron moe_experts_impl=transformer_engine    # any other key
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ def parse(arguments: list[str], device: str) -> argparse.Namespace:
     parser.add_argument("--pp", type=int, default=1, help="stages that share the layers")
     parser.add_argument("--cp", type=int, default=1, help="ranks that share each sequence")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32" if on_cpu else "bfloat16")
+    parser.add_argument("--megatron", nargs="+", default=[], metavar="KEY=VALUE", help="other keys of `megatron`")
     parser.add_argument("--recompute", choices=("selective", "full"), help="activations computed again in backward")
     parser.add_argument(
         "--compare",
@@ -129,14 +131,20 @@ def main(arguments: list[str]) -> int:
 
 
 def make_job(options: argparse.Namespace, model_path: str, name: str, vocab: int, device: str) -> Job:
+    from omegaconf import OmegaConf
+
     from scalerl.config.schema import MegatronConfig
 
-    megatron = MegatronConfig(
+    sizes = MegatronConfig(
         tensor_model_parallel_size=options.tp,
         pipeline_model_parallel_size=options.pp,
         context_parallel_size=options.cp,
         dtype=options.dtype,
         recompute_granularity=options.recompute,
+    )
+    # omegaconf does not say that it is one.
+    megatron: Any = OmegaConf.to_object(
+        OmegaConf.merge(OmegaConf.structured(sizes), OmegaConf.from_dotlist(options.megatron))
     )
     max_tokens = options.max_tokens_per_micro_batch or LENGTHS[name].max_tokens_per_micro_batch
     lengths = LENGTHS[name].draw(options.seqs, max_tokens, options.seed)

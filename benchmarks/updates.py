@@ -29,7 +29,10 @@ SHORTEST = 8
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a random Qwen3 model."""
+    """Of a random Qwen3 model; with num_experts, of which each token has experts_per_token, a Qwen3-MoE.
+
+    ffn: of each expert in a mixture.
+    """
 
     hidden: int
     layers: int
@@ -39,6 +42,8 @@ class Sizes:
     head_dim: int
     vocab: int
     tied: bool
+    num_experts: int = 0
+    experts_per_token: int = 0
 
     def with_width(self, hidden: int, layers: int) -> Sizes:
         """Another hidden size and depth in the same proportions."""
@@ -47,7 +52,7 @@ class Sizes:
         heads = max(1, hidden // self.head_dim)
         kv_heads = max(divisor for divisor in range(1, min(self.kv_heads, heads) + 1) if heads % divisor == 0)
         ffn = max(64, round(self.ffn * hidden / self.hidden / 64) * 64)
-        return Sizes(hidden, layers, ffn, heads, kv_heads, self.head_dim, self.vocab, self.tied)
+        return replace(self, hidden=hidden, layers=layers, ffn=ffn, heads=heads, kv_heads=kv_heads)
 
 
 MODELS = {
@@ -57,6 +62,19 @@ MODELS = {
     "1.5b": Sizes(hidden=1536, layers=28, ffn=8960, heads=12, kv_heads=2, head_dim=128, vocab=151936, tied=True),
     "4b": Sizes(hidden=2560, layers=36, ffn=9728, heads=32, kv_heads=8, head_dim=128, vocab=151936, tied=True),
     "8b": Sizes(hidden=4096, layers=36, ffn=12288, heads=32, kv_heads=8, head_dim=128, vocab=151936, tied=False),
+    # The widths of Qwen3-30B-A3B; 3 of its 48 layers (2.5 billion parameters) fit one GPU with their optimizer.
+    "30b-a3b": Sizes(
+        hidden=2048,
+        layers=3,
+        ffn=768,
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+        vocab=151936,
+        tied=False,
+        num_experts=128,
+        experts_per_token=8,
+    ),
 }
 
 
@@ -91,14 +109,20 @@ def draw_lengths(num_sequences: int, mean: float, sigma: float, longest: int, se
 
 
 def make_model(directory: str, sizes: Sizes, dtype: str, longest: int, device: str, seed: int) -> int:
-    """Random Qwen3 weights in Hugging Face format; the number of parameters."""
+    """Random weights in Hugging Face format; the number of parameters."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.manual_seed(seed)
-    config = Qwen3Config(
+    of_mixture: dict[str, Any] = {
+        "num_experts": sizes.num_experts,
+        "num_experts_per_tok": sizes.experts_per_token,
+        "moe_intermediate_size": sizes.ffn,
+        "norm_topk_prob": True,
+    }
+    config = (Qwen3MoeConfig if sizes.num_experts else Qwen3Config)(
         vocab_size=sizes.vocab,
         hidden_size=sizes.hidden,
         intermediate_size=sizes.ffn,
@@ -108,10 +132,12 @@ def make_model(directory: str, sizes: Sizes, dtype: str, longest: int, device: s
         head_dim=sizes.head_dim,
         max_position_embeddings=max(longest, 2048),
         tie_word_embeddings=sizes.tied,
+        **(of_mixture if sizes.num_experts else {}),
     )
     # Billions of random numbers come much faster from a GPU.
     with torch.device(device):
-        model = Qwen3ForCausalLM(config).to(getattr(torch, dtype))
+        model_class: Any = Qwen3MoeForCausalLM if sizes.num_experts else Qwen3ForCausalLM
+        model = model_class(config).to(getattr(torch, dtype))
     model.save_pretrained(directory)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     del model

@@ -56,12 +56,13 @@ def train(model_path: str, sizes: dict[str, int], options: dict[str, Any]) -> An
     from scalerl.algorithms import PolicyObjective
     from scalerl.balance import plan_step
     from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig
+    from scalerl.parallel import platform
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.parallel.layout import Layout, initialize
     from scalerl.protocol import DataProto, Jagged
 
     layout = Layout(**sizes)
-    groups = initialize(layout, backend="gloo", timeout_s=60, seed=1)
+    groups = initialize(layout, backend=platform.backend(), timeout_s=60, seed=1)
     if options.get("break_qk_norm"):
         # By its full name: the package's attribute of this name is the function, not the module.
         finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
@@ -110,7 +111,7 @@ def train(model_path: str, sizes: dict[str, int], options: dict[str, Any]) -> An
     num_loss_tokens = sum(int(mask.sum()) for mask in masks)
     objective = PolicyObjective(config, num_loss_tokens=num_loss_tokens, num_sequences=len(LENGTHS))
     updates = [engine.update(shard, micro_batches, objective, temperature=TEMPERATURE) for _ in range(NUM_UPDATES)]
-    weights = {name: tensor.clone() for bucket in engine.export_buckets(20_000) for name, tensor in bucket}
+    weights = {name: tensor.clone().cpu() for bucket in engine.export_buckets(20_000) for name, tensor in bucket}
     per_row = {name: {row: column[i].clone() for i, row in enumerate(mine)} for name, column in outputs.items()}
     return per_row, updates, weights
 
@@ -118,7 +119,11 @@ def train(model_path: str, sizes: dict[str, int], options: dict[str, Any]) -> An
 def run(model_path: Path, sizes: dict[str, int], **options: Any) -> Outcome:
     # A function of megatron is replaced for good.
     fresh = "break_qk_norm" in options
-    ranks = run_ranks(sizes["world_size"], train, str(model_path), sizes, options, fresh=fresh)
+    return joined(run_ranks(sizes["world_size"], train, str(model_path), sizes, options, fresh=fresh))
+
+
+def joined(ranks: list[Any]) -> Outcome:
+    """What all ranks of a layout have together."""
     collected: dict[str, dict[int, torch.Tensor]] = {"logprobs": {}, "entropy": {}}
     for per_row, _, _ in ranks:
         for name, rows in per_row.items():
