@@ -72,7 +72,8 @@ def test_sigterm(inputs: Inputs, start_job: StartJob, tmp_path: Path, temporary:
     job.kill_driver(signal.SIGTERM)
     assert job.finish() == EXIT_TERMINATED, job.tail()
     # No crash dump of Ray's, no stack.
-    assert job.stderr == f"{TERMINATED}\n{interrupted_text(str(run_dir), 'train', arguments)}\n", job.tail()
+    how_to_continue = interrupted_text(str(run_dir), "train", arguments, "processes" if moment == "start" else None)
+    assert job.stderr == f"{TERMINATED}\n{how_to_continue}\n", job.tail()
     job.assert_gone()
     # torch's cache of compiled code is one per user.
     assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
