@@ -42,8 +42,9 @@ LAYOUTS = {
     "ep2": (2, [f"{EP}=2"]),
     "ep2 x tp2": (4, [f"{EP}=2", f"{TP}=2"]),
 }  # fmt: skip
-CORE = [("qwen3", name) for name in ("dp2", "tp2", "pp2", "cp2", "vpp", "recompute")]
+CORE = [("qwen3", name) for name in ("dp2", "tp2", "cp2", "vpp", "recompute")]
 FULL = [
+    ("qwen3", "pp2"),
     ("qwen3_moe", "ep2"),
     ("qwen3", "tp2 x dp2"),
     ("qwen3_moe", "ep2 x tp2"),

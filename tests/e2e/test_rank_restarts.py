@@ -151,6 +151,7 @@ def test_a_rank_is_killed_beside_sglang(inputs: Inputs, start_job: StartJob, tmp
     assert log.count("The server is fired up") <= 1 and len(list((run_dir / "logs").glob("rollout-0*"))) == 1
 
 
+@pytest.mark.full
 def test_a_rank_is_killed_in_fine_tuning(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
     # Steps are short: the process may die in any of the many after the one that is waited for.
     steps, saved = 40, 21

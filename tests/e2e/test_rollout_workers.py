@@ -98,6 +98,7 @@ def test_two_workers_have_the_numbers_of_one(inputs: Inputs, kept: Kept, with_on
     assert parts == ["part-00000.parquet", "part-00001.parquet"]
 
 
+@pytest.mark.full
 def test_a_server_that_dies_under_two_workers(inputs: Inputs, kept: Kept, with_one: Path, tmp_path: Path) -> None:
     """It is the second worker's, whose samples wait for its successor."""
     log = tmp_path / "run" / "logs" / "rollout-1.log"

@@ -203,6 +203,7 @@ def test_a_sample_is_judged_while_others_wait_to_be_generated(bench: Bench) -> N
     check(bench, samples, responses)
 
 
+@pytest.mark.full
 def test_a_lost_server_is_replaced_and_asked_again(bench: Bench) -> None:
     """Two rollout workers share the judge; one notices the loss, both go on with the successor."""
     args, kwargs = bench.worker_arguments()
