@@ -43,7 +43,7 @@ def create_rl_dataset(
     if config.custom_cls.path is None and config.custom_cls.name is None:
         return RLHFDataset(data_files, tokenizer, config, None, max_samples)
     cls = load_dataset_class(config.custom_cls)
-    from scalerl.runtime.random_states import seeded_generators
+    from scalerl.random_states import seeded_generators
 
     path = str(Path(config.custom_cls.path or "").expanduser().resolve())
     label = f"{cls.__name__} of {path}"

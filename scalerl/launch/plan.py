@@ -144,7 +144,7 @@ def plan_of(
     run_dir, needs = run_directory(cfg), needed_paths(cfg)
     script = SbatchFile(
         options=_options(slurm, cfg, run_dir, num_nodes, gpus_per_node),
-        variables=_variables(slurm, run_dir, num_nodes, needs),
+        variables=_variables(slurm, cfg, run_dir, num_nodes, needs),
         command=[*command, *(_seed_overrides(cfg, run_dir) if slurm.seeds else [])],
         seeds=slurm.seeds,
     )
@@ -200,20 +200,32 @@ def deadline_overrides(save_deadline_s: float, seconds_to_end: int, is_set: bool
 
 def risk_notes(slurm: SlurmConfig, cfg: PPOConfig | SFTConfig) -> Iterator[str]:
     """Yields what a lost node would cost a run that is to be requeued."""
-    if (
-        cfg.trainer.save_freq <= 0
-        and slurm.max_restarts > 0
-        and not (isinstance(cfg, PPOConfig) and cfg.trainer.val_only)
-    ):
-        yield (
-            f"trainer.save_freq={cfg.trainer.save_freq}: a lost node or a failure costs all steps since the job's last "
-            "notice, or since the run's beginning; set trainer.save_freq=N to lose N steps at most"
-        )
+    save_freq = cfg.trainer.save_freq
+    if slurm.max_restarts > 0 and save_freq != 1 and not (isinstance(cfg, PPOConfig) and cfg.trainer.val_only):
+        if save_freq > 1:
+            what = f"{save_freq} steps at most; trainer.save_freq=1 costs one"
+        else:
+            what = (
+                "all steps since the job's last notice, or since the run's beginning; set trainer.save_freq=N to lose "
+                "N steps at most"
+            )
+        yield f"trainer.save_freq={save_freq}: a lost node or a failure costs {what}{_price_of_saves(cfg)}"
     if slurm.spare_nodes > cfg.trainer.max_rank_restarts:
         yield (
             f"slurm.spare_nodes={slurm.spare_nodes}, but trainer.max_rank_restarts={cfg.trainer.max_rank_restarts}: "
             "after more lost nodes than that the job is requeued, though it has a spare one"
         )
+
+
+def _price_of_saves(cfg: PPOConfig | SFTConfig) -> str:
+    """Says what frequent saves take, and which keys make it less."""
+    if cfg.trainer.async_save:
+        price = ", and those that pass while a checkpoint is written (trainer.async_save)"
+    else:
+        price = ". trainer.async_save=true writes checkpoints in the background"
+    if cfg.trainer.max_actor_ckpt_to_keep is None:
+        price += ". All checkpoints stay; trainer.max_actor_ckpt_to_keep=2 keeps two"
+    return price
 
 
 def _compose(
@@ -471,7 +483,9 @@ def _options(
     return options | {name: None if value in (None, True) else str(value) for name, value in slurm.options.items()}
 
 
-def _variables(slurm: SlurmConfig, run_dir: Path, num_nodes: int, needs: Sequence[str]) -> dict[str, str]:
+def _variables(
+    slurm: SlurmConfig, cfg: PPOConfig | SFTConfig, run_dir: Path, num_nodes: int, needs: Sequence[str]
+) -> dict[str, str]:
     variables = {
         "SCALERL_VENV": slurm.venv or sys.prefix,
         "SCALERL_LOG_DIR": str(Path(seed_dir(run_dir, SEED) if slurm.seeds else run_dir) / LOGS),
@@ -501,6 +515,9 @@ def _variables(slurm: SlurmConfig, run_dir: Path, num_nodes: int, needs: Sequenc
     for name in ("min_disk_gib", "min_shm_gib", "min_bandwidth_gbit"):
         if (value := getattr(slurm, name)) != getattr(SlurmConfig, name):
             variables[f"SCALERL_{name.upper()}"] = f"{value:g}"
+    if slurm.gpu_option == "none" and cfg.trainer.device != "cpu" and slurm.gpus_per_node != 0:
+        # Slurm does not see to it there.
+        variables["SCALERL_MIN_GPUS"] = str(max(pool.n_gpus_per_node for pool in pools_of(cfg)))
     if slurm.interface is not None:
         variables["SCALERL_INTERFACE"] = slurm.interface
     return variables | {name: str(value) for name, value in slurm.env.items()}

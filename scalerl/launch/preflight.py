@@ -43,6 +43,7 @@ class Node:
     """A node, with what it reported of itself.
 
     bandwidths: to each peer that it was measured with, in Gbit/s.  backend: of its ranks' collectives.
+    gpus: that it offers to Ray.
     """
 
     host: str
@@ -50,6 +51,7 @@ class Node:
     versions: dict[str, str] = field(default_factory=dict)
     bandwidths: dict[str, float] = field(default_factory=dict)
     backend: str = "gloo"
+    gpus: int = 0
 
     @property
     def sick(self) -> list[Finding]:
@@ -62,12 +64,14 @@ class Node:
 
 def probe(arguments: argparse.Namespace) -> int:
     """Probes this node, reports to the collector and answers its questions until it ends. Returns 0."""
-    limits = Limits(arguments.gpus, arguments.min_disk_gib, arguments.min_shm_gib, arguments.needs, arguments.directory)
+    wanted = max(arguments.gpus, arguments.min_gpus)
+    limits = Limits(wanted, arguments.min_disk_gib, arguments.min_shm_gib, arguments.needs, arguments.directory)
     with _connected(arguments.directory, arguments.head, arguments.timeout_s) as channel:
         report = {
             "probes": [asdict(result) for result in all_probes(limits)],
             "versions": versions(),
             "backend": collective_backend(limits.gpus),
+            "gpus": arguments.gpus,
         }
         channel.send({"host": arguments.host, "canary": _digest(arguments.directory / CANARY), **report})
         while (question := channel.receive()) is not None:
@@ -207,7 +211,7 @@ class Collector:
             if report is None or report.get("host") not in self.hosts:
                 return
             probes = [Finding(**result) for result in report["probes"]]
-            node = Node(report["host"], probes, report["versions"], backend=report["backend"])
+            node = Node(report["host"], probes, report["versions"], backend=report["backend"], gpus=report["gpus"])
             node.probes.append(self._canary(report["canary"]))
             node.probes.append(clock_probe([clock_offset(channel) for _ in range(CLOCK_QUESTIONS)]))
         # A stranger, or a node that went away while it spoke: it is missing at the deadline.
@@ -293,6 +297,19 @@ def version_probes(nodes: Mapping[str, Node]) -> None:
         node.probes.append(Finding("versions", not other, "; ".join(other) or "as on the others", meaning))
 
 
+def device_probes(nodes: Mapping[str, Node], head: str) -> None:
+    """Adds a probe to each node that reported, which fails where it offers fewer GPUs than the head."""
+    for node in nodes.values():
+        if not node.versions:
+            continue
+        ok = node.gpus >= nodes[head].gpus
+        meaning = (
+            f"{head}, the head, offers {nodes[head].gpus}: a device is missing there, or it is another kind of node; "
+            "ask for one kind (slurm.options={constraint:..})"
+        )
+        node.probes.append(Finding("devices offered", ok, f"{node.gpus} GPUs", "" if ok else meaning))
+
+
 def rounds(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
     """Pairs the neighbours in a ring of hosts, in rounds in which no host is twice."""
     if len(hosts) < 2:
@@ -358,6 +375,7 @@ def collect(arguments: argparse.Namespace) -> int:
         bandwidth_probes(nodes, arguments.min_bandwidth_gbit)
     collector.end()
     version_probes(nodes)
+    device_probes(nodes, arguments.head)
     result = verdict(nodes, arguments.num_nodes, arguments.head)
     (directory / REPORT).write_text(json.dumps([asdict(node) for node in nodes.values()], indent=1), encoding="utf-8")
     (directory / SICK).write_text("".join(f"{host} {why}\n" for host, why in result.sick.items()), encoding="utf-8")
@@ -388,7 +406,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     on_node = modes.add_parser("probe")
     on_node.add_argument("--head", required=True, help="address:port of the collector")
     on_node.add_argument("--host", required=True)
-    on_node.add_argument("--gpus", type=int, default=0)
+    on_node.add_argument("--gpus", type=int, default=0, help="that this node offers to Ray")
+    on_node.add_argument("--min-gpus", type=int, default=0, help="that the run needs on each node")
     on_node.add_argument("--min-disk-gib", type=float, default=Limits.min_disk_gib)
     on_node.add_argument("--min-shm-gib", type=float, default=Limits.min_shm_gib)
     on_node.add_argument("--needs", type=Path)

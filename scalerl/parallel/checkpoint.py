@@ -35,7 +35,7 @@ from scalerl.checkpoint.torch_dist import (
 from scalerl.errors import UserError
 from scalerl.families import CHECKPOINT_MODEL_ROOTS, ModelShape, Param, padded_vocab_size
 from scalerl.parallel.optimizer import adopt_main_parameters, main_tensors, optimizer_parts, set_num_updates
-from scalerl.runtime.random_states import generator_states, restore_generators
+from scalerl.random_states import generator_states, restore_generators
 from scalerl.whole_file import fsync
 
 if TYPE_CHECKING:

@@ -35,8 +35,8 @@ from scalerl.data import PromptCursor
 from scalerl.families.flops import flops_shape
 from scalerl.metrics import Timers
 from scalerl.parallel.layout import Layout
+from scalerl.random_states import seed_generators
 from scalerl.runtime.garbage import collect_garbage
-from scalerl.runtime.random_states import seed_generators
 from scalerl.tracking import Tracking
 from scalerl.trainer import checkpoints
 from scalerl.trainer.beginning import StartPhases, length_of_epochs

@@ -16,7 +16,7 @@ from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config import PPOConfig
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.metrics import Metric, Timers, merge_metrics, validation_metrics
-from scalerl.runtime.random_states import generator_states, restore_generators
+from scalerl.random_states import generator_states, restore_generators
 from scalerl.runtime.stop import StopRequest
 from scalerl.tracking import Tracking
 from scalerl.trainer import checkpoints

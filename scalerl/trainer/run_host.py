@@ -152,9 +152,9 @@ def _resumed_under_lock(cfg: PPOConfig | SFTConfig, inputs: PPOInputs | SFTInput
 def _resume_point_again(
     cfg: PPOConfig | SFTConfig, inputs: PPOInputs | SFTInputs, passed_over: Mapping[Path, str]
 ) -> Resumed:
-    """As `find_resume_point_again`. With trainer.val_only, whose directory is another one, nothing is fetched into the
-    training run's while that is written to.
+    """Finds the checkpoint anew (`find_resume_point_again`); fetches none into a directory that another run writes to.
 
+    That is asked with trainer.val_only alone, whose own directory is another one.
     Raises DirectoryInUseError, EarlierAttemptError where that leaves no checkpoint.
     """
     trainer = cfg.trainer

@@ -286,7 +286,7 @@ def trainer_run(source: ReplayedStep, cfg: PPOConfig, inputs: PPOInputs, process
         MegatronRewardModel,
     )
     from scalerl.metrics import Timers
-    from scalerl.runtime.random_states import restore_generators, seed_generators
+    from scalerl.random_states import restore_generators, seed_generators
     from scalerl.runtime.stop import StopRequest
     from scalerl.trainer.beginning import StartPhases
     from scalerl.trainer.build import build_models, distinct_groups, make_planners, start_groups, start_pool

@@ -56,7 +56,11 @@ def assert_samples_are_of(model: Model, engine: Engine, policy_version: int) -> 
 
 @pytest.mark.parametrize(
     ("config_keys", "tp_size"),
-    [pytest.param(YARN, 1, marks=pytest.mark.full), (PLAIN, 1), pytest.param(YARN, 2, marks=[TWO_CORES, pytest.mark.full])],
+    [
+        pytest.param(YARN, 1, marks=pytest.mark.full),
+        (PLAIN, 1),
+        pytest.param(YARN, 2, marks=[TWO_CORES, pytest.mark.full]),
+    ],
     ids=["yarn", "plain", "yarn-tp2"],
 )
 def test_samples_checksums_and_what_sglang_drops(

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,14 +22,23 @@ DRIVER = str(REPO / "tests/slurm/driver.py")
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 # The command of a job that is to come back: it waits in the first attempt and is done in the second.
 WAIT_ONCE = ("bash", "-c", f'[[ $SCALERL_ATTEMPT_DIR == */attempt_0 ]] || exit 0; exec python "{DRIVER}" wait')
-# What ray_node.sh is to do in the steps of a job of two nodes.
-STEPS_OF_TWO_NODES = {
-    "n1": ["clean", "head", "preflight", "python", "python", "run"],
-    "n2": ["clean", "preflight", "worker"],
-}
+# What ray_node.sh is to do in the steps of a job, on its first node and on each other.
+STEPS_OF_HEAD = ["clean", "head", "preflight", "python", "python", "run"]
+STEPS_OF_WORKER = ["clean", "preflight", "worker"]
 # Of a training.
 STEPS = 2
 ENDLESS = "trainer.total_training_steps=100000"
+
+
+def hosts_text(num_nodes: int) -> str:
+    """The names of the nodes of a job, when no other job runs."""
+    return " ".join(f"n{i}" for i in range(1, num_nodes + 1))
+
+
+def steps_by_host(num_nodes: int) -> dict[str, list[str]]:
+    """What ray_node.sh is to do on each node of a job."""
+    head, *others = hosts_text(num_nodes).split()
+    return {head: STEPS_OF_HEAD} | dict.fromkeys(others, STEPS_OF_WORKER)
 
 
 def wait_until(
@@ -145,6 +154,20 @@ def hidden(slurm: MiniSlurm, host: str, directory: Path) -> Iterator[None]:
         yield
     finally:
         slurm.run("umount", str(directory), host=host)
+
+
+@contextmanager
+def second_network(slurm: MiniSlurm, nodes: Sequence[str]) -> Iterator[None]:
+    """ib0 of each node, with an address that the nodes' names do not resolve to."""
+    try:
+        for host in nodes:
+            slurm.run("ip", "link", "add", "ib0", "link", "eth0", "type", "macvlan", "mode", "bridge", host=host)
+            slurm.run("ip", "link", "set", "ib0", "up", host=host)
+            slurm.run("ip", "addr", "add", f"10.98.0.{host[1:]}/24", "dev", "ib0", host=host)
+        yield
+    finally:
+        for host in nodes:
+            slurm.run("ip", "link", "del", "ib0", host=host, check=False)
 
 
 def overrides(small: Inputs, run_dir: Path, nnodes: int, n_gpus_per_node: int, *more: str) -> list[str]:

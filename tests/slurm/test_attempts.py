@@ -62,11 +62,12 @@ def test_a_command_that_has_not_saved_when_the_job_ends_is_ended_and_requeued(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("num_nodes", [2, 1])
 def test_a_job_that_its_time_limit_ends_is_requeued(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int
 ) -> None:
     """Without a notice: the script of a site may have another --signal. 28 is WINCH, which ends nobody."""
-    job_id = submit(2, *SLEEPS_ONCE, options=("--time=30", "--signal=B:28@10"))
+    job_id = submit(num_nodes, *SLEEPS_ONCE, options=("--time=30", "--signal=B:28@10"))
     out = tmp_path / f"out-{job_id}.txt"
     wait_until("the command", lambda: out.exists() and "SLEEPING" in out.read_text(), 300, shown=out)
     limit_to_this_minute(slurm, job_id)
@@ -76,13 +77,14 @@ def test_a_job_that_its_time_limit_ends_is_requeued(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("num_nodes", [2, 1])
 def test_only_attempts_that_bring_nothing_are_counted(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_nodes: int
 ) -> None:
     monkeypatch.setenv("SCALERL_MAX_RESTARTS", "1")
     run_dir = tmp_path / "my run"
     run_dir.mkdir()
-    job_id = submit(1, "bash", "-c", PROGRESS, "-", "3", str(run_dir))
+    job_id = submit(num_nodes, "bash", "-c", PROGRESS, "-", "3", str(run_dir))
     job = slurm.wait(job_id, timeout_s=500)
     out = (tmp_path / f"out-{job_id}.txt").read_text()
     # Three with a newer checkpoint each, then two without.
@@ -110,10 +112,11 @@ def test_two_jobs_do_not_write_into_one_directory(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("num_nodes", [2, 1])
 def test_nobody_joins_without_the_token_of_the_attempt(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int
 ) -> None:
-    job_id = submit(1, *WAIT_ONCE)
+    job_id = submit(num_nodes, *WAIT_ONCE)
     out = tmp_path / f"out-{job_id}.txt"
     wait_for_driver(slurm, job_id, out)
     token = tmp_path / f"logs/{job_id}/attempt_0/.ray_token"
@@ -123,7 +126,7 @@ def test_nobody_joins_without_the_token_of_the_attempt(
     asks = "import ray; ray.init(address='10.99.0.11:6379', log_to_driver=False); print(len(ray.nodes()))"
     for path, is_let_in in ((token, True), (wrong, False)):
         env = ("env", "RAY_AUTH_MODE=token", f"RAY_AUTH_TOKEN_PATH={path}", "RAY_raylet_start_wait_time_s=5")
-        asked = slurm.run(*env, sys.executable, "-c", asks, host="n1", check=False, timeout_s=120)
+        asked = slurm.run(*env, sys.executable, "-c", asks, host=f"n{num_nodes}", check=False, timeout_s=120)
         assert (asked.returncode == 0) == is_let_in, asked.stdout + asked.stderr
         assert ("auth" in asked.stderr.lower()) != is_let_in, asked.stderr
     slurm.run("scancel", "--signal=USR1", "--batch", job_id)
@@ -134,17 +137,25 @@ def test_nobody_joins_without_the_token_of_the_attempt(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("spare", [False, True])
+@pytest.mark.parametrize(("num_nodes", "spare"), [(2, False), (3, True), (1, False)])
 def test_a_node_whose_ray_does_not_come_up_is_named_at_the_deadline(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare: bool
+    slurm: MiniSlurm,
+    submit: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_nodes: int,
+    spare: bool,
 ) -> None:
-    """The launcher's own: the `ray start` of the other node hangs. Where there is a spare one, it is not waited for."""
+    """The launcher's own: the `ray start` of a node hangs, the head's where there is no other.
+
+    Where there is a spare one, it is not waited for.
+    """
     programs = tmp_path / "venv/bin"
     programs.mkdir(parents=True)
     (programs / "python").write_text(f'#!/bin/bash\nexec "{sys.executable}" "$@"\n')
     (programs / "ray").write_text(
         "import runpy, socket, time\n"
-        "if socket.gethostname() == 'n2':\n    time.sleep(3600)\n"
+        f"if socket.gethostname() == 'n{min(num_nodes, 2)}':\n    time.sleep(3600)\n"
         f"runpy.run_path({str(Path(sys.prefix, 'bin/ray'))!r}, run_name='__main__')\n"
     )
     for path in programs.iterdir():
@@ -154,7 +165,7 @@ def test_a_node_whose_ray_does_not_come_up_is_named_at_the_deadline(
     monkeypatch.setenv("SCALERL_MAX_FAILURES", "1")
     if spare:
         monkeypatch.setenv("SCALERL_NUM_NODES", "2")
-    job_id = submit(3 if spare else 2, "true")
+    job_id = submit(num_nodes, "true")
     job = slurm.wait(job_id)
     out = (tmp_path / f"out-{job_id}.txt").read_text()
     if spare:
@@ -164,15 +175,22 @@ def test_a_node_whose_ray_does_not_come_up_is_named_at_the_deadline(
         assert_nothing_left(slurm)
         return
     assert (job["JobState"], job["ExitCode"]) == ("FAILED", "70:0"), out
-    assert "1 of 2 nodes not ready after 60 s:\n  n2: not in the cluster\n" in out
-    assert "error: Ray is not up on all nodes" in out and "run: true" not in out
+    if num_nodes == 1:
+        assert "error: Ray's head on n1 did not open port 6379; first to end: deadline, code 124\n" in out
+    else:
+        assert "1 of 2 nodes not ready after 60 s:\n  n2: not in the cluster\n" in out
+        assert "error: Ray is not up on all nodes" in out
+    assert "run: true" not in out
     assert_nothing_left(slurm)
 
 
 @pytest.mark.full
-def test_the_node_of_the_batch_script_is_lost(slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_nodes", [2, 1])
+def test_the_node_of_the_batch_script_is_lost(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int
+) -> None:
     """Slurm requeues the job: nothing of the launcher is left."""
-    job_id = submit(2, *WAIT_ONCE)
+    job_id = submit(num_nodes, *WAIT_ONCE)
     out = tmp_path / f"out-{job_id}.txt"
     wait_for_driver(slurm, job_id, out)
     assert slurm.job(job_id)["BatchHost"] == "n1"
@@ -194,8 +212,9 @@ def test_the_node_of_the_batch_script_is_lost(slurm: MiniSlurm, submit: Callable
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("num_nodes", [2, 1])
 def test_the_launcher_may_be_edited_while_its_job_runs(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int
 ) -> None:
     """The file of `scalerl launch` calls it where it is; of one that is submitted itself Slurm has a copy."""
     launcher = tmp_path / "launchers/slurm"
@@ -209,7 +228,7 @@ def test_the_launcher_may_be_edited_while_its_job_runs(
         f"#!/bin/bash\n{options}export SCALERL_LAUNCHER={launcher}\n"
         f"exec bash $SCALERL_LAUNCHER/ray.sbatch bash -c '{edit}; exit 3'\n"
     )
-    job_id = slurm.sbatch("-N2", "--output=out.txt", str(job), cwd=tmp_path)
+    job_id = slurm.sbatch(f"-N{num_nodes}", "--output=out.txt", str(job), cwd=tmp_path)
     ended = slurm.wait(job_id)
     out = (tmp_path / "out.txt").read_text()
     assert ended["ExitCode"] == "3:0" and "exit code 3: not started again" in out, out
@@ -217,12 +236,13 @@ def test_the_launcher_may_be_edited_while_its_job_runs(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("num_nodes", [2, 1])
 def test_a_job_outlives_a_controller_that_is_away_when_it_is_to_be_requeued(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int
 ) -> None:
     over = tmp_path / "over"
     first = f'echo SAVES; until [[ -e "{over}" ]]; do sleep 0.2; done; exit 75'
-    job_id = submit(1, "bash", "-c", f"[[ $SCALERL_ATTEMPT_DIR == */attempt_0 ]] || exit 0; {first}")
+    job_id = submit(num_nodes, "bash", "-c", f"[[ $SCALERL_ATTEMPT_DIR == */attempt_0 ]] || exit 0; {first}")
     out = tmp_path / f"out-{job_id}.txt"
     wait_until("the command", lambda: out.exists() and "\nSAVES\n" in out.read_text(), 300, shown=out)
     with slurm.without_controller():

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.jobs import Inputs, numbered, only
+from tests.lanes import full
 from tests.slurm.jobs import ENDLESS, Launch, assert_nothing_left, launched_job, overrides, wait_until
 from tests.slurm.minislurm import MiniSlurm
 
@@ -25,11 +28,14 @@ def test_all_that_is_wrong_comes_at_once(launch: Launch, small: Inputs, tmp_path
     only(numbered(unknown.stderr), "data.train_batch_size = 0")
 
 
-def test_a_job_is_submitted_watched_and_ended(slurm: MiniSlurm, launch: Launch, small: Inputs, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_nodes", [2, full(1)])
+def test_a_job_is_submitted_watched_and_ended(
+    slurm: MiniSlurm, launch: Launch, small: Inputs, tmp_path: Path, num_nodes: int
+) -> None:
     """And another that waits for it, since a run has one job at a time."""
     run_dir = tmp_path / "my run"
     # It runs until it is ended, however long what is asked of it meanwhile takes.
-    arguments = ["slurm", *overrides(small, run_dir, 2, 1, ENDLESS), "slurm.time=30", "slurm.notice_s=60"]
+    arguments = ["slurm", *overrides(small, run_dir, num_nodes, 1, ENDLESS), "slurm.time=30", "slurm.notice_s=60"]
     dry = launch(*arguments, "--dry-run")
     assert dry.returncode == 0 and "to start at" in dry.stdout, dry.stdout + dry.stderr
     # KillWait of this site is 60 s.
@@ -38,16 +44,16 @@ def test_a_job_is_submitted_watched_and_ended(slurm: MiniSlurm, launch: Launch, 
     assert slurm.run("squeue", "-h").stdout == ""
     script = (run_dir / "launch/job.sbatch").read_text()
     assert "trainer.save_deadline_s=48\n" in script
-    assert "#SBATCH --nodes=2\n" in script and "#SBATCH --signal=B:USR1@60\n" in script
+    assert f"#SBATCH --nodes={num_nodes}\n" in script and "#SBATCH --signal=B:USR1@60\n" in script
     assert launch("status", str(run_dir)).returncode == 2
 
     # Until it ends, which is on one node sooner than on another: the job may get any two.
     all_nodes = ("-N4", "--exclusive", "--time=10", "--output=/dev/null", "--wrap=sleep 600")
-    others = slurm.sbatch(*all_nodes, cwd=tmp_path)
+    before = slurm.sbatch(*all_nodes, cwd=tmp_path)
     submitted = launch(*arguments)
     job_id = launched_job(submitted)
     for line in (
-        f"job     {job_id}: 2 nodes",
+        f"job     {job_id}: {num_nodes} node{'s' * (num_nodes > 1)}",
         f"output  {run_dir}/logs/slurm-{job_id}.out",
         f"logs    {run_dir}/logs/{job_id}/latest",
         f"attach  scalerl launch attach {run_dir}    (srun --overlap --jobid={job_id} --pty bash)",
@@ -56,7 +62,7 @@ def test_a_job_is_submitted_watched_and_ended(slurm: MiniSlurm, launch: Launch, 
         assert f"{line}\n" in submitted.stdout
     expected = "expected to start at 20"
     wait_until("an estimate", lambda: expected in launch("status", str(run_dir)).stdout)
-    slurm.run("scancel", others)
+    slurm.run("scancel", before)
     wait_until("its turn", lambda: slurm.job(job_id)["JobState"] == "RUNNING")
     assert (run_dir / "launch/job.sbatch").read_text() == script
     again = launch(*arguments)
@@ -66,14 +72,16 @@ def test_a_job_is_submitted_watched_and_ended(slurm: MiniSlurm, launch: Launch, 
     second = launched_job(launch(*arguments, waits))
     assert slurm.job(second)["Reason"] == "Dependency"
     nodes = slurm.job(job_id)["NodeList"]
-    head, other = slurm.run("scontrol", "show", "hostnames", nodes).stdout.split()
+    head, *others = slurm.run("scontrol", "show", "hostnames", nodes).stdout.split()
+    assert len(others) == num_nodes - 1
     status = launch("status", str(run_dir))
     assert f"job {job_id}: RUNNING, attempt 0, on {nodes}\n" in status.stdout
     assert f"job {second}: PENDING (Dependency)" in status.stdout
     assert f"logs/slurm-{job_id}.out\n" in status.stdout
     assert "[scalerl " in status.stdout
-    attached = launch("attach", str(run_dir), "--node", other, "bash", "-c", "hostname; echo $SLURM_JOB_ID")
-    assert attached.stdout.split() == [other, job_id], attached.stderr
+    last = [head, *others][-1]
+    attached = launch("attach", str(run_dir), "--node", last, "bash", "-c", "hostname; echo $SLURM_JOB_ID")
+    assert attached.stdout.split() == [last, job_id], attached.stderr
     assert f"job {job_id} attempt 0: head {head}" in launch("logs", str(run_dir), "--lines", "100000").stdout
     assert launch("cancel", str(run_dir)).stdout == f"job {second}: cancelled\njob {job_id}: cancelled\n"
     assert {slurm.wait(each)["JobState"] for each in (job_id, second)} == {"CANCELLED"}

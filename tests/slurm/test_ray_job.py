@@ -6,9 +6,9 @@ import json
 import os
 import re
 import signal
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,10 +17,12 @@ from tests.lanes import full
 from tests.slurm.jobs import (
     DRIVER,
     REPO,
-    STEPS_OF_TWO_NODES,
     WAIT_ONCE,
     assert_came_back,
     assert_nothing_left,
+    hosts_text,
+    second_network,
+    steps_by_host,
     wait_for_driver,
     wait_until,
 )
@@ -73,38 +75,38 @@ def test_four_nodes_with_their_devices(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("num_nodes", [1, 2])
 def test_exit_code_passes_and_paths_may_have_spaces(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_nodes: int
 ) -> None:
     folder = tmp_path / "my runs"
     folder.mkdir()
     secrets = folder / "secrets"
     secrets.touch(mode=0o600)
-    secrets.write_text("# of the tracking server\nOF_NOBODY_ELSE=a b=$c\n")
+    secrets.write_text("# of the tracking server\nOF_NOBODY_ELSE=a b=$c\nNCCL_NET_GDR_LEVEL=SYS\n")
     monkeypatch.setenv("SCALERL_ENV_FILE", str(secrets))
     (folder / "repo").symlink_to(REPO)
     launcher = folder / "repo/launchers/slurm/ray.sbatch"
     # --gres is the other way to ask for devices; one argument has a space.
     job_id = slurm.sbatch(
-        "-N1", "--output=out.txt", "--gres=gpu:3", str(launcher), "bash", "-c",
-        'echo "ARGS $# [$1] [$OF_NOBODY_ELSE]"; exec python "$2" report 1 3 5', "-", "two words", DRIVER, cwd=folder,
+        f"-N{num_nodes}", "--output=out.txt", "--gres=gpu:3", str(launcher), "bash", "-c",
+        'echo "ARGS $# [$1] [$OF_NOBODY_ELSE]"; exec python "$2" report "$3" 3 5', "-", "two words", DRIVER,
+        str(num_nodes), cwd=folder,
     )  # fmt: skip
     job = slurm.wait(job_id)
     out = (folder / "out.txt").read_text()
     assert (job["JobState"], job["ExitCode"]) == ("FAILED", "5:0"), out
-    assert "ARGS 2 [two words] [a b=$c]" in out
-    assert '"devices": ["0", "1", "2"]' in out
+    assert "ARGS 3 [two words] [a b=$c]" in out
+    assert out.count('"devices": ["0", "1", "2"]') == num_nodes
+    # The file's variables reach all nodes.
+    assert out.count('"gdr_level": "SYS"') == num_nodes
     attempt = folder / f"logs/{job_id}/latest"
-    assert (attempt / "node-n1.log").exists()
+    assert all((attempt / f"node-{host}.log").exists() for host in hosts_text(num_nodes).split())
     assert list((attempt / "ray/n1").glob("gcs_server*")), "a failed attempt keeps Ray's own logs"
     assert_nothing_left(slurm)
 
 
 TWO_AND_OTHERS = pytest.mark.parametrize("num_nodes", [2, full(3), full(1)])
-
-
-def hosts_text(num_nodes: int) -> str:
-    return " ".join(f"n{i}" for i in range(1, num_nodes + 1))
 
 
 # On two nodes, with a real run: tests/slurm/test_two_node_run.py.
@@ -122,10 +124,11 @@ def test_usr1_reaches_the_command_and_requeues(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("num_nodes", [1, 2])
 def test_a_repeated_notice_may_end_a_command_that_is_ending(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int
 ) -> None:
-    job_id = submit(1, *WAIT_ONCE[:2], f"{WAIT_ONCE[2]} slowly")
+    job_id = submit(num_nodes, *WAIT_ONCE[:2], f"{WAIT_ONCE[2]} slowly")
     out = tmp_path / f"out-{job_id}.txt"
     wait_for_driver(slurm, job_id, out)
     slurm.run("scancel", "--signal=USR1", "--batch", job_id)
@@ -133,52 +136,62 @@ def test_a_repeated_notice_may_end_a_command_that_is_ending(
     assert "command ended with code 138" in out.read_text()
 
 
-@contextmanager
-def second_network(slurm: MiniSlurm, nodes: Sequence[str]) -> Iterator[None]:
-    """ib0 of each node, with an address that the nodes' names do not resolve to."""
-    try:
-        for host in nodes:
-            slurm.run("ip", "link", "add", "ib0", "link", "eth0", "type", "macvlan", "mode", "bridge", host=host)
-            slurm.run("ip", "link", "set", "ib0", "up", host=host)
-            slurm.run("ip", "addr", "add", f"10.98.0.{host[1:]}/24", "dev", "ib0", host=host)
-        yield
-    finally:
-        for host in nodes:
-            slurm.run("ip", "link", "del", "ib0", host=host, check=False)
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("wanted", ["10.98.", "ib0"])
+@pytest.mark.parametrize(("num_nodes", "wanted"), [(2, "10.98."), (2, "ib0"), (1, "ib0")])
 def test_the_network_is_chosen_by_its_addresses_or_its_name(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str
+    slurm: MiniSlurm,
+    submit: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_nodes: int,
+    wanted: str,
 ) -> None:
     """What the user sets for NCCL reaches the workers, and the logs of their nodes."""
     monkeypatch.setenv("SCALERL_INTERFACE", wanted)
     monkeypatch.setenv("NCCL_NET_GDR_LEVEL", "PHB")
-    with second_network(slurm, ("n1", "n2")):
-        job_id = submit(2, "python", DRIVER, "report", "2", "0", "0")
+    hosts = hosts_text(num_nodes).split()
+    with second_network(slurm, hosts):
+        job_id = submit(num_nodes, "python", DRIVER, "report", str(num_nodes), "0", "0")
         slurm.wait(job_id)
     out = (tmp_path / f"out-{job_id}.txt").read_text()
     assert "REPORT" in out, out
     report = json.loads(next(line for line in out.splitlines() if line.startswith("REPORT")).removeprefix("REPORT"))
-    assert report["nodes"] == {"n1": "10.98.0.1", "n2": "10.98.0.2"}
-    assert [task["network"] for task in report["tasks"]] == ["ib0", "ib0"]
-    assert [task["gdr_level"] for task in report["tasks"]] == ["PHB", "PHB"]
-    for host in ("n1", "n2"):
+    assert report["nodes"] == {host: f"10.98.0.{host[1:]}" for host in hosts}
+    assert [task["network"] for task in report["tasks"]] == ["ib0"] * num_nodes
+    assert [task["gdr_level"] for task in report["tasks"]] == ["PHB"] * num_nodes
+    for host in hosts:
         told = (tmp_path / f"logs/{job_id}/attempt_0/node-{host}.log").read_text()
         assert "GLOO_SOCKET_IFNAME=ib0\nNCCL_NET_GDR_LEVEL=PHB\nNCCL_SOCKET_IFNAME=ib0\n" in told
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("num_nodes", [1, 2])
 def test_a_network_that_is_not_there_is_named_with_those_that_are(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_nodes: int
 ) -> None:
     monkeypatch.setenv("SCALERL_INTERFACE", "ib9")
-    job_id = submit(1, "true")
+    job_id = submit(num_nodes, "true")
     job = slurm.wait(job_id)
     out = (tmp_path / f"out-{job_id}.txt").read_text()
     assert (job["JobState"], job["ExitCode"]) == ("FAILED", "70:0"), out
     assert "no IPv4 address for SCALERL_INTERFACE=ib9; there are: " in out and "eth0 10.99.0.11/24" in out
+
+
+@pytest.mark.full
+def test_a_node_without_the_network_is_left_out(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before Ray starts, which on that node could not."""
+    monkeypatch.setenv("SCALERL_INTERFACE", "ib0")
+    monkeypatch.setenv("SCALERL_NUM_NODES", "2")
+    with second_network(slurm, ("n1", "n3")):
+        job_id = submit(3, "true")
+        job = slurm.wait(job_id)
+    out = (tmp_path / f"out-{job_id}.txt").read_text()
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "0"), out
+    assert "sick: n2: reports: its probe ended: ray_node.sh on n2: no IPv4 address for SCALERL_INTERFACE=ib0; " in out
+    assert "] nodes: n1 n3\n" in out
+    assert_nothing_left(slurm)
 
 
 @pytest.mark.full
@@ -212,19 +225,31 @@ def test_scancel_lets_the_command_save_and_ends_the_job_for_good(
 
 
 @pytest.mark.full
-def test_a_job_that_is_cancelled_while_its_head_is_launched_leaves_nothing(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path
+@pytest.mark.parametrize(("num_nodes", "moment"), [(1, "] nodes: "), (2, "] head is up\n")])
+def test_a_job_that_is_cancelled_while_a_node_is_launched_leaves_nothing(
+    slurm: MiniSlurm,
+    submit: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_nodes: int,
+    moment: str,
 ) -> None:
-    """Nobody gets what the launcher tells a step that is only just beginning."""
-    for delay_s in (0.0, 0.3, 0.4, 0.5):
-        job_id = submit(1, *WAIT_ONCE)
-        out = tmp_path / f"out-{job_id}.txt"
-        wait_until("the nodes", lambda out=out: out.exists() and "] nodes: " in out.read_text())
-        time.sleep(delay_s)
-        slurm.run("scancel", job_id)
-        wait_until("the launcher's last word", lambda out=out: "not started again" in out.read_text(), shown=out)
-        slurm.wait(job_id)
-        assert_nothing_left(slurm)
+    """The head, or the other node. Nobody gets what the launcher tells a step that is only just beginning.
+
+    Ray's files are in the user's TMPDIR, a short path: of its sockets none may be long.
+    """
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        monkeypatch.setenv("TMPDIR", directory)
+        for delay_s in (0.0, 0.3, 0.4, 0.5):
+            job_id = submit(num_nodes, *WAIT_ONCE)
+            out = tmp_path / f"out-{job_id}.txt"
+            wait_until("the nodes", lambda out=out: out.exists() and moment in out.read_text())
+            time.sleep(delay_s)
+            slurm.run("scancel", job_id)
+            wait_until("the launcher's last word", lambda out=out: "not started again" in out.read_text(), shown=out)
+            slurm.wait(job_id)
+            assert_nothing_left(slurm)
+            assert not list(Path(directory).glob("ray/session_2*")), f"{delay_s} s"
 
 
 def test_a_job_that_is_preempted_comes_back_and_loses_a_node(
@@ -392,11 +417,12 @@ def test_readiness_names_missing_hosts_and_devices(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("num_nodes", [1, 2])
 def test_node_that_cannot_start_ends_the_job_with_its_log(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_nodes: int
 ) -> None:
     monkeypatch.setenv("SCALERL_RAY_ARGS", "--no-such-option")
-    job_id = submit(1, "true")
+    job_id = submit(num_nodes, "true")
     job = slurm.wait(job_id)
     out = (tmp_path / f"out-{job_id}.txt").read_text()
     assert job["ExitCode"] == "70:0", out
@@ -405,8 +431,9 @@ def test_node_that_cannot_start_ends_the_job_with_its_log(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("num_nodes", [2, 1])
 def test_every_step_is_in_the_container(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_nodes: int
 ) -> None:
     """An apptainer that says with what it was called, and runs it outside of any container."""
     stand_in = tmp_path / "bin/apptainer"
@@ -419,29 +446,32 @@ def test_every_step_is_in_the_container(
     monkeypatch.setenv("SCALERL_CONTAINER", "apptainer")
     monkeypatch.setenv("SCALERL_IMAGE", "/images/a.sif")
     monkeypatch.setenv("SCALERL_MOUNTS", "/data,/fast:/cache")
-    job_id = submit(2, "python", DRIVER, "report", "2", "0", "0")
+    job_id = submit(num_nodes, "python", DRIVER, "report", str(num_nodes), "0", "0")
     job = slurm.wait(job_id)
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), (tmp_path / f"out-{job_id}.txt").read_text()
     start = f"exec --nv --bind /data,/fast:/cache --pwd {tmp_path} /images/a.sif bash "
     modes = {}
-    for host in ("n1", "n2"):
+    for host in hosts_text(num_nodes).split():
         calls = (tmp_path / f"calls.{host}").read_text().splitlines()
         assert all(call.startswith(start) for call in calls)
         modes[host] = sorted(call.split("ray_node.sh ")[1].split()[0] for call in calls)
-    assert modes == STEPS_OF_TWO_NODES
+    assert modes == steps_by_host(num_nodes)
     assert_nothing_left(slurm)
 
 
+@pytest.mark.parametrize("num_nodes", [1, full(2)])
 def test_usage_errors_hold_no_ray(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_nodes: int
 ) -> None:
-    no_command = submit(1)
+    no_command = submit(num_nodes)
+    of_two_kinds = submit(num_nodes, "true", options=(":", f"-N{num_nodes}"))
     monkeypatch.setenv("SCALERL_VENV", str(tmp_path / "nothing here"))
-    no_venv = submit(1, "true")
+    no_venv = submit(num_nodes, "true")
     monkeypatch.setenv("SCALERL_CONTAINER", "pyxis")
-    no_pyxis = submit(1, "true")
+    no_pyxis = submit(num_nodes, "true")
     for job_id, message in (
         (no_command, "no command given"),
+        (of_two_kinds, "heterogeneous jobs are not supported: ask for one kind of node"),
         (no_venv, "nothing here/bin/ray: run 'make setup'"),
         (no_pyxis, "srun has no --container-image here"),
     ):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.jobs import Inputs, numbered, only
-from tests.slurm.jobs import DRIVER, STEPS_OF_TWO_NODES, Launch, assert_nothing_left, launch_on, overrides
+from tests.slurm.jobs import DRIVER, Launch, assert_nothing_left, launch_on, overrides, steps_by_host
 from tests.slurm.minislurm import MiniSlurm
 
 PLUGIN = Path(__file__).with_name("pyxis.c")
@@ -47,16 +47,22 @@ def pyxis(slurm: MiniSlurm, tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("num_nodes", [2, 1])
 def test_every_step_is_in_the_container_of_pyxis_and_only_when_asked_for(
-    slurm: MiniSlurm, submit: Callable[..., str], pyxis: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slurm: MiniSlurm,
+    submit: Callable[..., str],
+    pyxis: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_nodes: int,
 ) -> None:
-    outside = submit(1, "true")
+    outside = submit(num_nodes, "true")
     assert slurm.wait(outside)["ExitCode"] == "0:0", (tmp_path / f"out-{outside}.txt").read_text()
     assert pyxis.read_text() == ""
     monkeypatch.setenv("SCALERL_CONTAINER", "pyxis")
     monkeypatch.setenv("SCALERL_IMAGE", "registry/team#scalerl:1")
     monkeypatch.setenv("SCALERL_MOUNTS", "/data,/fast:/cache")
-    job_id = submit(2, "python", DRIVER, "report", "2", "0", "0")
+    job_id = submit(num_nodes, "python", DRIVER, "report", str(num_nodes), "0", "0")
     job = slurm.wait(job_id)
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), (tmp_path / f"out-{job_id}.txt").read_text()
     steps: dict[str, list[str]] = {}
@@ -64,7 +70,7 @@ def test_every_step_is_in_the_container_of_pyxis_and_only_when_asked_for(
         host, *options, command = line.split("\t")
         assert options == ["registry/team#scalerl:1", "/data:/data,/fast:/cache", str(tmp_path), f"scalerl_{job_id}"]
         steps.setdefault(host, []).append(command.split("ray_node.sh ")[1].split()[0])
-    assert {host: sorted(modes) for host, modes in steps.items()} == STEPS_OF_TWO_NODES
+    assert {host: sorted(modes) for host, modes in steps.items()} == steps_by_host(num_nodes)
     assert_nothing_left(slurm)
 
 

@@ -14,7 +14,17 @@ import pytest
 ROOT = Path(__file__).parents[2] / "scalerl"
 # A module is a file or a package directly below scalerl/.
 LAYERS = [
-    {"byte_units", "cache_directory", "errors", "model_files", "nvidia", "optional_imports", "scratch", "whole_file"},
+    {
+        "byte_units",
+        "cache_directory",
+        "errors",
+        "model_files",
+        "nvidia",
+        "optional_imports",
+        "random_states",
+        "scratch",
+        "whole_file",
+    },
     # Registries know from it what is the user's own.
     {"user_code"},
     {"protocol", "config", "configs", "metrics"},

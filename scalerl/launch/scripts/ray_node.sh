@@ -182,11 +182,11 @@ note_end() { # note_end NAME CODE: that Ray is no longer up on this node, by whi
 }
 
 note_session() { # note_session PID BEGAN: the session of the head's Ray process, long before the cluster is ready
-  local path alive=1
+  local path alive=1 directory=${RAY_TMPDIR:-${TMPDIR:-/tmp}} # as Ray chooses it
   while [[ -n $alive ]]; do
     # Looked for once more after it has ended.
     kill -0 "$1" 2>/dev/null || alive=
-    for path in "${RAY_TMPDIR:-/tmp}"/ray/session_*_"$1"; do
+    for path in "$directory"/ray/session_*_"$1"; do
       # Older ones are of other processes that had the same number.
       [[ -d $path && ! ${path##*/} < session_$2 ]] || continue
       [[ -s $SCALERL_ATTEMPT_DIR/.ray_session ]] || echo "$path" >"$SCALERL_ATTEMPT_DIR/.ray_session"
@@ -207,11 +207,14 @@ clean() { # keep Ray's logs of a failed attempt, remove this attempt's session a
 
 # A job with --no-kill goes on when the node of its batch script fails, with nothing that would ever end it.
 guard() { # guard JOB HEAD ATTEMPT: requeues the job once Slurm has taken its head from it
-  local nodes wait_s=$((GUARD_EVERY_S * SLURM_STEP_NUM_NODES))
+  local nodes wait_s=$((GUARD_EVERY_S * SLURM_STEP_NUM_NODES)) never
   trap '' USR2
+  # Nothing ever comes here. To wait without a process, which would be left on the node when this one is ended.
+  exec {never}<> <(:)
   # Together the nodes ask Slurm every GUARD_EVERY_S seconds, however many they are.
-  sleep $((GUARD_EVERY_S * SLURM_NODEID))
-  while sleep "$wait_s"; do
+  read -rt $((GUARD_EVERY_S * SLURM_NODEID)) -u "$never"
+  while :; do
+    read -rt "$wait_s" -u "$never"
     [[ $(scontrol -o show job "$1" 2>/dev/null) =~ \ JobState=RUNNING\ .*\ Restarts=$3\ .*\ NodeList=([^ ]+)\  ]] || continue
     nodes=$(scontrol show hostnames "${BASH_REMATCH[1]}") && [[ -n $nodes ]] || continue
     if ! grep -qx "$2" <<<"$nodes"; then
@@ -246,10 +249,12 @@ case $mode in
     exec "$@"
     ;;
   preflight)
-    name=${SLURMD_NODENAME:-$(hostname -s)}
+    host=${SLURMD_NODENAME:-$(hostname -s)}
     # A probe that fails is not waited for.
-    trap '(($? == 0)) || touch "$SCALERL_ATTEMPT_DIR/preflight/ended-$name"' EXIT
-    arguments=(--head "$SCALERL_PREFLIGHT_ADDRESS" --host "$name" --gpus "$(gpus)")
+    trap '(($? == 0)) || touch "$SCALERL_ATTEMPT_DIR/preflight/ended-$host"' EXIT
+    # The bandwidth is that of the ranks' network, and a node without that network is not fit.
+    use_interface
+    arguments=(--head "$SCALERL_PREFLIGHT_ADDRESS" --host "$host" --gpus "$(gpus)" --min-gpus "${SCALERL_MIN_GPUS:-0}")
     [[ -z ${SCALERL_NEEDS:-} ]] || arguments+=(--needs "$SCALERL_NEEDS")
     [[ -z ${SCALERL_MIN_DISK_GIB:-} ]] || arguments+=(--min-disk-gib "$SCALERL_MIN_DISK_GIB")
     [[ -z ${SCALERL_MIN_SHM_GIB:-} ]] || arguments+=(--min-shm-gib "$SCALERL_MIN_SHM_GIB")

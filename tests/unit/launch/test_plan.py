@@ -275,20 +275,55 @@ def test_what_slurm_leaves_a_run() -> None:
     assert seconds_to_end(None, 30) == 30
 
 
+ALL_STEPS = "all steps since the job's last notice"
+ASYNC = ["trainer.async_save=true", "trainer.max_actor_ckpt_to_keep=2"]
+
+
 @pytest.mark.parametrize(
-    ("save_freq", "more", "is_said"),
-    [(-1, [], True), (0, [], True), (5, [], False), (-1, ["trainer.val_only=true"], False)],
+    ("save_freq", "more", "said"),
+    [
+        (-1, [], [ALL_STEPS, "set trainer.save_freq=N to lose N steps at most", "async_save=true", "ckpt_to_keep=2"]),
+        (0, [], [ALL_STEPS]),
+        (5, [], ["5 steps at most; trainer.save_freq=1 costs one", "async_save=true", "All checkpoints stay"]),
+        (5, ASYNC, ["5 steps at most; trainer.save_freq=1 costs one, and those that pass while a checkpoint is"]),
+        (1, [], None),
+        (-1, ["trainer.val_only=true"], None),
+    ],
 )
-def test_what_a_lost_node_would_cost_is_said(save_freq: int, more: list[str], is_said: bool) -> None:
+def test_what_a_lost_node_would_cost_is_said(save_freq: int, more: list[str], said: list[str] | None) -> None:
     cfg = compose("ppo", [*RUN, *EIGHT, f"trainer.save_freq={save_freq}", *more], rules=False)
     notes = list(risk_notes(SlurmConfig(), cfg))
-    assert [text.startswith(f"trainer.save_freq={save_freq}: a lost node") for text in notes] == [True] * is_said
+    start = f"trainer.save_freq={save_freq}: a lost node or a failure costs "
+    assert [text.startswith(start) for text in notes] == ([] if said is None else [True])
+    assert all(words in text for text in notes for words in said or [])
+    assert all(("All checkpoints stay" in text) == (more == []) for text in notes)
     assert list(risk_notes(SlurmConfig(max_restarts=0), cfg)) == []
+
+
+@pytest.mark.parametrize(
+    ("slurm", "run", "expected"),
+    [
+        (SlurmConfig(gpu_option="none"), ["critic.resource_pool.nnodes=1"], "8"),
+        (
+            SlurmConfig(gpu_option="none"),
+            ["critic.resource_pool.n_gpus_per_node=16", "critic.resource_pool.nnodes=1"],
+            "16",
+        ),
+        (SlurmConfig(gpu_option="none", gpus_per_node=0), [], None),
+        (SlurmConfig(gpu_option="none"), ["trainer.device=cpu"], None),
+        (SlurmConfig(), [], None),
+    ],
+)
+def test_a_site_that_counts_no_devices_has_the_preflight_count_them(
+    slurm: SlurmConfig, run: list[str], expected: str | None
+) -> None:
+    cfg = compose("ppo", [*RUN, "+recipe=ppo", *EIGHT, *run], rules=False)
+    assert plan_of(slurm, cfg, ["scalerl"]).script.variables.get("SCALERL_MIN_GPUS") == expected
 
 
 @pytest.mark.parametrize(("spare_nodes", "is_said"), [(0, False), (1, False), (2, True)])
 def test_spare_nodes_that_no_restart_is_left_for_are_remarked_on(spare_nodes: int, is_said: bool) -> None:
-    cfg = compose("ppo", [*RUN, *EIGHT, "trainer.save_freq=5"], rules=False)
+    cfg = compose("ppo", [*RUN, *EIGHT, "trainer.save_freq=1"], rules=False)
     notes = list(risk_notes(SlurmConfig(spare_nodes=spare_nodes), cfg))
     assert [text.startswith("slurm.spare_nodes=2, but trainer.max_rank_restarts=1: ") for text in notes] == [
         True

@@ -17,6 +17,7 @@ from scalerl.launch.preflight import (
     ProbeConnection,
     bandwidth_probes,
     clock_probe,
+    device_probes,
     main,
     rounds,
     verdict,
@@ -79,6 +80,16 @@ def test_other_versions_than_most() -> None:
     version_probes(nodes)
     assert [probe.value for probe in nodes["n2"].sick] == ["torch 2.12 (others 2.13)"]
     assert not nodes["n1"].sick and not nodes["n3"].sick
+
+
+def test_fewer_devices_than_the_head_has() -> None:
+    """Ray would wait for them until its deadline; a node with more has enough. One that did not report has its own."""
+    nodes = nodes_of(False, False, False, True)
+    for node, gpus in zip(nodes.values(), (4, 8, 2), strict=False):
+        node.versions, node.gpus = {"python": "3.11"}, gpus
+    device_probes(nodes, "n1")
+    assert [[probe.name for probe in node.sick] for node in nodes.values()] == [[], [], ["devices offered"], ["disk"]]
+    assert nodes["n3"].sick[0].value == "2 GPUs" and "n1, the head, offers 4" in nodes["n3"].sick[0].meaning
 
 
 def test_clocks() -> None:

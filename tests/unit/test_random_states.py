@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from scalerl.runtime.random_states import generator_states, restore_generators, seed_generators, seeded_generators
+from scalerl.random_states import generator_states, restore_generators, seed_generators, seeded_generators
 
 
 @pytest.fixture(autouse=True)
