@@ -65,3 +65,26 @@ def test_files_of_a_folder_that_shares_run_on_one_process(tmp_path: Path) -> Non
     assert len({worker for folder, worker in places if folder == "dist"}) == 1
     # The three files of the other folder are free to go where there is room.
     assert {worker for _, worker in places} == {"gw0", "gw1"}
+
+
+@pytest.mark.parametrize(
+    ("gib", "given", "arguments"),
+    [
+        (40, (), "-n 3 --dist loadscope tests/slurm"),
+        (14, (), "-n 2 --dist loadscope tests/slurm"),
+        (4, (), "tests/slurm"),
+        (40, ("AT_A_TIME=1",), "tests/slurm"),
+        (4, ("AT_A_TIME=4",), "-n 4 --dist loadscope tests/slurm"),
+    ],
+)
+def test_as_many_side_by_side_as_memory_allows(
+    tmp_path: Path, gib: int, given: tuple[str, ...], arguments: str
+) -> None:
+    memory = tmp_path / "meminfo"
+    memory.write_text(f"MemTotal: 1 kB\nMemAvailable: {gib << 20} kB\n")
+    command = ["make", "--dry-run", "test", f"MEMORY={memory}", *given]
+    # Without what the make that runs this test was told.
+    env = {name: value for name, value in os.environ.items() if name not in ("AT_A_TIME", "MAKEFLAGS", "MAKEOVERRIDES")}
+    made = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=True).stdout
+    (line,) = [line for line in made.splitlines() if " tests/slurm " in line]
+    assert line.partition('-m "not full"')[2].split()[: len(arguments.split())] == arguments.split()
