@@ -20,10 +20,10 @@ PYTEST_ARGS ?=
 PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest --durations=25
 # Side by side, one process, no services.
 UNIT = -n logical --maxprocesses 8 tests/unit
-# These start processes of their own, and wait a good part of the time: as many side by side as have 5 GiB each, at most 3.
+# These start processes of their own, and wait a good part of the time: two side by side where each has 6 GiB.
 MEMORY := /proc/meminfo
 ifndef AT_A_TIME
-AT_A_TIME := $(shell awk '$$1 == "MemAvailable:" { n = int($$2 / (5 * 2 ^ 20)) } END { print (n < 1 ? 1 : n > 3 ? 3 : n) }' $(MEMORY) 2>/dev/null)
+AT_A_TIME := $(shell awk '$$1 == "MemAvailable:" { many = $$2 / 2 ^ 20 } END { print (many < 12 ? 1 : 2) }' $(MEMORY) 2>/dev/null)
 endif
 SIDE_BY_SIDE = $(if $(filter-out 1,$(AT_A_TIME)),-n $(AT_A_TIME) --dist loadscope)
 SERVICES = $(SIDE_BY_SIDE) tests/slurm tests/dist tests/sglang tests/ray tests/e2e

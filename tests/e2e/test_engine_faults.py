@@ -76,6 +76,7 @@ def numbers_but_faults(run_dir: Path) -> dict[int, dict[str, float]]:
     return {step: {key: value for key, value in data.items() if key not in FAULTS} for step, data in steps.items()}
 
 
+@pytest.mark.full
 def test_one_of_two_servers_dies(
     inputs: Inputs, kept: Kept, undisturbed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

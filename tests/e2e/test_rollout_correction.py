@@ -61,6 +61,7 @@ def plain(inputs: Inputs, kept: Kept, tmp_path_factory: pytest.TempPathFactory) 
     return run(kept, inputs, tmp_path_factory.mktemp("plain"), "trainer.rollout_data_outliers=3")
 
 
+@pytest.mark.full
 def test_where_sampler_and_trainer_agree_a_correction_changes_nothing(
     plain: Done, inputs: Inputs, kept: Kept, tmp_path: Path
 ) -> None:
@@ -79,6 +80,7 @@ def test_where_sampler_and_trainer_agree_a_correction_changes_nothing(
         assert expected["rollout_corr/k3_kl"] < 1e-8 and expected["rollout_corr/token_log_ratio_max"] < 1e-4
 
 
+@pytest.mark.full
 def test_the_tokens_that_differ_most_are_listed_beside_the_dump(plain: Done) -> None:
     for step in range(1, STEPS + 1):
         dump, outliers, metrics = plain.dump(step), plain.outliers(step), plain.metrics[step]

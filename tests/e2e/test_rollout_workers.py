@@ -112,6 +112,7 @@ def test_a_server_that_dies_under_two_workers(inputs: Inputs, kept: Kept, with_o
     assert (tmp_path / "run" / "logs" / "rollout-1.restart-1.log").exists()
 
 
+@pytest.mark.full
 def test_enough_groups_are_counted_over_all_workers(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
     """Over-sampling whose unfinished groups go on in the next step, with the worker that has them."""
     more = [

@@ -67,6 +67,7 @@ def test_a_resumed_run_has_the_numbers_of_one_that_was_not_interrupted(
     assert len(saved["whole"]) == 4 and saved["in parts"] == saved["whole"]
 
 
+@pytest.mark.full
 def test_a_tensor_that_the_ranks_find_damaged_sends_the_run_to_the_checkpoint_before(
     inputs: Inputs, kept: Kept, tmp_path: Path
 ) -> None:

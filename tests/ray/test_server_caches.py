@@ -46,6 +46,7 @@ def cache_tokens(servers: ServerSet) -> int:
     return size.num_tokens
 
 
+@pytest.mark.full
 def test_a_server_has_the_cache_it_was_given_and_a_smaller_one_is_noticed(
     servers: ServerSet, caplog: pytest.LogCaptureFixture
 ) -> None:

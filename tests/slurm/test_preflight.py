@@ -184,9 +184,8 @@ def test_a_node_that_sees_another_directory_in_the_place_of_the_shared_one_is_si
     assert probed(tmp_path / f"shared/logs/{job_id}/attempt_0") == {"n1": [], "n2": ["shared directory"]}
 
 
-@pytest.mark.parametrize(
-    ("failing", "how"), [("n1 n2", "kill -KILL $PPID; exit 1"), pytest.param("n2", "exit 1", marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("failing", "how"), [("n1 n2", "kill -KILL $PPID; exit 1"), ("n2", "exit 1")])
 def test_nodes_whose_probes_cannot_run_are_not_waited_for(
     slurm: MiniSlurm,
     submit: Callable[..., str],

@@ -70,9 +70,9 @@ def test_files_of_a_folder_that_shares_run_on_one_process(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("gib", "given", "arguments"),
     [
-        (40, (), "-n 3 --dist loadscope tests/slurm"),
-        (14, (), "-n 2 --dist loadscope tests/slurm"),
-        (4, (), "tests/slurm"),
+        (40, (), "-n 2 --dist loadscope tests/slurm"),
+        (12, (), "-n 2 --dist loadscope tests/slurm"),
+        (11, (), "tests/slurm"),
         (40, ("AT_A_TIME=1",), "tests/slurm"),
         (4, ("AT_A_TIME=4",), "-n 4 --dist loadscope tests/slurm"),
     ],
