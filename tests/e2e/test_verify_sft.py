@@ -37,6 +37,7 @@ def verified(inputs: Inputs, kept: Kept, tmp_path_factory: pytest.TempPathFactor
     return verify(inputs, kept, tmp_path_factory.mktemp("verified"))
 
 
+@pytest.mark.full
 def test_a_resumed_run_is_the_same(verified: Verified) -> None:
     assert verified.code == 0, verified.said
     for what, compared in (
@@ -60,6 +61,7 @@ def test_a_resumed_run_is_the_same(verified: Verified) -> None:
     assert sorted(steps) == [1, 2, 3] and len({data["train/lr"] for data in steps.values()}) > 1
 
 
+@pytest.mark.full
 def test_any_difference_is_found(verified: Verified) -> None:
     """Each is put into what the resumed run left, alone."""
     check_each_is_found(verified.pair, changes(verified.pair, "train"))

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.jobs import Inputs, numbered, only
-from tests.lanes import full
 from tests.slurm.jobs import ENDLESS, Launch, assert_nothing_left, launched_job, overrides, wait_until
 from tests.slurm.minislurm import MiniSlurm
 
@@ -28,7 +27,8 @@ def test_all_that_is_wrong_comes_at_once(launch: Launch, small: Inputs, tmp_path
     only(numbered(unknown.stderr), "data.train_batch_size = 0")
 
 
-@pytest.mark.parametrize("num_nodes", [2, full(1)])
+@pytest.mark.full
+@pytest.mark.parametrize("num_nodes", [2, 1])
 def test_a_job_is_submitted_watched_and_ended(
     slurm: MiniSlurm, launch: Launch, small: Inputs, tmp_path: Path, num_nodes: int
 ) -> None:
