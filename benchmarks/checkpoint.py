@@ -3,6 +3,7 @@
 python benchmarks/checkpoint.py                       # a model of 0.1 billion parameters in bfloat16 on two dp ranks
 python benchmarks/checkpoint.py --model quickstart --dtype float32
 python benchmarks/checkpoint.py --model 1gb --directory /data
+python benchmarks/checkpoint.py --model 1gb --cold    # what is read is not in the page cache
 
 A save is `save_engine` (digests, one fsync for each rank) and the commit of the directory; dd writes as many bytes with
 conv=fsync. A save in the background (`trainer.async_save`) stops the run until it has begun; what each rank writes is
@@ -11,8 +12,9 @@ on the rank where it is longest, wait that of an update right after it, as of SF
 blocking_share is both over the time of a save. copy is the whole copy, where nothing runs beside it.
 
 A load is `load_engine`, every digest compared; dd reads the files that were written. A run that goes on first has the
-driver compare what is beside the tensors: resume is that and the load. All meet the same page cache. Predicted from
-what one core hashes, writes and reads, with as many cores as ranks; a save no faster than dd writes.
+driver compare what is beside the tensors: resume is that and the load. All meet the same page cache; with --cold each
+load and each dd that reads begins without any page of the files. Predicted from what one core hashes, writes and reads,
+with as many cores as ranks; a save no faster than dd writes, a cold load no faster than dd reads.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import record
-from merge import one_core, resident
+from merge import evict, one_core, resident
 from updates import MODELS, make_model
 
 # Width and layers; the second has 0.5 billion parameters, 1 GB in bfloat16. quickstart: of examples/arithmetic.
@@ -48,13 +50,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--layout", choices=LAYOUTS, default="dp2")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--cold", action="store_true", help="remove what is read from the page cache before each")
     parser.add_argument("--directory", default=None, help="where to write; default: for temporary files")
     parser.add_argument("--out", help="result file; default benchmarks/results/DATE-checkpoint-cpu.json")
     record.add_now(parser)
     return parser.parse_args(arguments)
 
 
-def of_rank(model: str, layout: tuple[int, int], dtype: str, root: str, repeats: int) -> list[dict[str, float]]:
+def of_rank(
+    model: str, layout: tuple[int, int], dtype: str, root: str, repeats: int, cold: bool
+) -> list[dict[str, float]]:
     """Seconds of each save and load, between barriers, and the bytes that became resident meanwhile."""
     import torch
     import torch.distributed as dist
@@ -80,6 +85,8 @@ def of_rank(model: str, layout: tuple[int, int], dtype: str, root: str, repeats:
             checkpoint.save_engine(engine, f"{tmp[0]}/actor")
             if dist.get_rank() == 0:
                 store.commit(tmp[0], root, repeat)
+        if cold and dist.get_rank() == 0:
+            evict(Path(root))
         with _timed(seconds, "check"):
             if dist.get_rank() == 0:
                 store.check_checkpoint(f"{root}/global_step_{repeat}", digests=True, data=False)
@@ -173,9 +180,13 @@ def make(model: str, args: argparse.Namespace) -> None:
     make_model(model, MODELS["17m"].with_width(hidden, layers), args.dtype, 2048, "cpu", 0)
 
 
-def predicted_gb_per_s(rates: dict[str, float], ranks: int, dd_write: float) -> dict[str, float]:
-    """Of a checkpoint's bytes. rates: of one core.  ranks: that work at the same time.  dd_write: of the disk."""
+def predicted_gb_per_s(rates: dict[str, float], ranks: int, dd_write: float, dd_read: float | None) -> dict[str, float]:
+    """Of a checkpoint's bytes. rates: of one core.  ranks: that work at the same time.  dd_write, dd_read: of the disk.
+
+    dd_read: None: what is read is in the page cache.
+    """
     load = ranks / (1 / rates["read"] + 1 / rates["hash"])
+    load = load if dd_read is None else min(load, dd_read)
     return {"save": min(dd_write, ranks / (1 / rates["write"] + 1 / rates["hash"])), "load": load, "resume": load}
 
 
@@ -198,7 +209,7 @@ def main(arguments: list[str] | None = None) -> int:
         rates = one_core(Path(root))
         make(model, args)
         ranks = run_ranks(
-            layout[0], of_rank, model, layout, args.dtype, run, args.repeats, timeout_s=3600.0, fresh=True
+            layout[0], of_rank, model, layout, args.dtype, run, args.repeats, args.cold, timeout_s=3600.0, fresh=True
         )
         files = sorted(Path(run).glob("global_step_*/actor/dist_ckpt/*.distcp"))
         size = sum(file.stat().st_size for file in files)
@@ -215,13 +226,16 @@ def main(arguments: list[str] | None = None) -> int:
             )
             for copy in copies:
                 Path(copy).unlink()
+            if args.cold:
+                evict(Path(run))
             reads.append(dd([[f"if={file}", "of=/dev/null"] for file in files]))
     names = ("save", "check", "load", "begin", "copy", "write", "wait")
     saves, checks, loads, begins, copies_s, writes_beside, waits = (
         [of_run[name] for of_run in ranks[0]] for name in names
     )
     resumes = [check + load for check, load in zip(checks, loads, strict=True)]
-    predicted = predicted_gb_per_s(rates, min(layout[0], ran_on["cores"]), size / max(writes) / 1e9)
+    cold_read = size / max(reads) / 1e9 if args.cold else None
+    predicted = predicted_gb_per_s(rates, min(layout[0], ran_on["cores"]), size / max(writes) / 1e9, cold_read)
     result = {
         "checkpoint_bytes": size,
         "save_gb_per_s": record.spread([size / s / 1e9 for s in saves]),

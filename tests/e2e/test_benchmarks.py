@@ -244,10 +244,11 @@ def test_weight_sync(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), ("--cold",)])
+def test_checkpoint(tmp_path: Path, more: tuple[str, ...]) -> None:
     result = run_benchmark(
         "checkpoint.py", tmp_path / "result.json",
-        *("--hidden", "128", "--layers", "2", "--repeats", "1"),
+        *("--hidden", "128", "--layers", "2", "--repeats", "1", *more),
     )  # fmt: skip
     # Their memory is there from the repeat before.
     assert_positive(result, may_be_zero=("/peak_bytes_of_a_rank/",))
@@ -257,6 +258,8 @@ def test_checkpoint(tmp_path: Path) -> None:
     # The driver compares what is beside the tensors, before the ranks load these.
     assert result["resume_gb_per_s"]["median"] < result["load_gb_per_s"]["median"]
     assert result["predicted_gb_per_s"].keys() == {"save", "load", "resume"}
+    if more:
+        assert result["predicted_gb_per_s"]["load"] <= result["dd_read_gb_per_s"]["median"]
 
 
 @pytest.mark.full
