@@ -115,7 +115,6 @@ def test_the_numbers_are_those_of_new_processes(
     assert len(before) >= 2 and ranks() == before, "the last two runs had the same processes"
 
 
-@pytest.mark.full
 def test_the_log_of_a_server_that_goes_on_is_found_in_each_runs_directory(
     inputs: Inputs, kept: Kept, tmp_path: Path
 ) -> None:

@@ -127,17 +127,21 @@ if PromptCursor.take.__name__ == "take":
 """
 
 
+def with_remembered_cursor(directory: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The key of a run whose process alone knows its place in the data; after the test the cursor is as it was."""
+    monkeypatch.setattr(PromptCursor, "num_remembered", 0, raising=False)
+    for name in ("take", "load_state_dict"):
+        monkeypatch.setattr(PromptCursor, name, getattr(PromptCursor, name))
+    (directory / "own.py").write_text(REMEMBERED)
+    return f"trainer.import_files=[{directory / 'own.py'}]"
+
+
 @pytest.mark.full
 def test_what_only_the_process_remembers_is_found(
     inputs: Inputs, kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run goes on in a new process, which does not know it."""
-    monkeypatch.setattr(PromptCursor, "num_remembered", 0, raising=False)
-    for name in ("take", "load_state_dict"):
-        # As it was, after the test.
-        monkeypatch.setattr(PromptCursor, name, getattr(PromptCursor, name))
-    (tmp_path / "own.py").write_text(REMEMBERED)
-    verified = verify(inputs, kept, tmp_path / "run", f"trainer.import_files=[{tmp_path / 'own.py'}]")
+    verified = verify(inputs, kept, tmp_path / "run", with_remembered_cursor(tmp_path, monkeypatch))
     assert verified.code == 1, verified.said
     assert "first difference, in sampled tokens: step 2: " in verified.said
 

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from scalerl.data import PromptCursor
 from scalerl.verify import resume
 from scalerl.verify.resume import Pair
 from tests.e2e.changed_runs import changes, check_each_is_found
 from tests.e2e.jobs import Inputs, Record
 from tests.e2e.kept import Kept
 from tests.e2e.test_sft import overrides
-from tests.e2e.test_verify import REMEMBERED, Verified, call
+from tests.e2e.test_verify import Verified, call, with_remembered_cursor
 
 STEPS = 3
 
@@ -72,12 +71,7 @@ def test_what_only_the_process_remembers_is_found(
     inputs: Inputs, kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run goes on in a new process, which does not know it, and begins its rows anew."""
-    monkeypatch.setattr(PromptCursor, "num_remembered", 0, raising=False)
-    for name in ("take", "load_state_dict"):
-        # As it was, after the test.
-        monkeypatch.setattr(PromptCursor, name, getattr(PromptCursor, name))
-    (tmp_path / "own.py").write_text(REMEMBERED)
-    verified = verify(inputs, kept, tmp_path, f"trainer.import_files=[{tmp_path / 'own.py'}]")
+    verified = verify(inputs, kept, tmp_path, with_remembered_cursor(tmp_path, monkeypatch))
     assert verified.code == 1, verified.said
     assert "first difference, in state of the run: prompts." in verified.said
     assert "first difference, in actor: weights: " in verified.said and "  steps " in verified.said
