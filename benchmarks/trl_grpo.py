@@ -27,6 +27,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, required=True, help="of a response")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--micro-batches", type=int, required=True, help="of an update")
     return parser.parse_args()
 
 
@@ -73,13 +74,13 @@ def main() -> None:
     model = str(options.directory / "model")
     config = GRPOConfig(
         output_dir=str(options.directory / "trl"),
-        per_device_train_batch_size=options.prompts * options.n,
+        per_device_train_batch_size=options.prompts * options.n // options.micro_batches,
         num_generations=options.n,
         max_completion_length=options.max_tokens,
         max_steps=options.steps,
         # One update of a generation, no reference model.
         num_iterations=1,
-        gradient_accumulation_steps=1,
+        gradient_accumulation_steps=options.micro_batches,
         beta=0.0,
         loss_type="grpo",
         temperature=1.0,

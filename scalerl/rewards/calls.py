@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from scalerl.rewards.errors import RewardError
@@ -28,6 +30,35 @@ class Outcome:
     timed_out: bool = False
 
 
+class _Thread:
+    """A daemon thread that does one piece of work after another, and is in `idle` whenever it has none.
+
+    One that hangs in its work is not there, and so takes no thread from later work. `closed` ends it after its work.
+    """
+
+    def __init__(self, name: str, idle: SimpleQueue[_Thread], closed: threading.Event) -> None:
+        self._idle, self._closed = idle, closed
+        self._given: SimpleQueue[Callable[[], Callable[[], None]] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def do(self, work: Callable[[], Callable[[], None]]) -> None:
+        """Does the work, and calls what it returns once this thread is idle again: nobody finds it busy by then."""
+        self._given.put(work)
+
+    def end(self) -> None:
+        self._given.put(None)
+
+    def _run(self) -> None:
+        while (work := self._given.get()) is not None:
+            tell = work()
+            self._idle.put(self)
+            tell()
+            if self._closed.is_set():
+                return
+            # What the work held is not held until the next one.
+            del work, tell
+
+
 class RewardCaller:
     """Calls a sync function in up to NUM_THREADS daemon threads, an async one on a separate event loop.
 
@@ -41,6 +72,8 @@ class RewardCaller:
         self._function = function
         self._timeout_s = timeout_s
         self._hung: set[Future] = set()
+        self._idle: SimpleQueue[_Thread] = SimpleQueue()
+        self._closed = threading.Event()
         self._slots: asyncio.Semaphore | None = None
         self._slots_loop: asyncio.AbstractEventLoop | None = None
         self._async_loop: asyncio.AbstractEventLoop | None = None
@@ -70,7 +103,10 @@ class RewardCaller:
             return Outcome(timed_out=True)
 
     def close(self) -> None:
-        """Ends the event loop of an async function; calls that still run are abandoned."""
+        """Ends the event loop of an async function, and the threads; abandons calls that still run, takes no others."""
+        self._closed.set()
+        while (thread := self._idle_thread()) is not None:
+            thread.end()
         with self._async_loop_lock:
             if self._async_loop is not None:
                 self._async_loop.call_soon_threadsafe(self._async_loop.stop)
@@ -87,18 +123,25 @@ class RewardCaller:
         future: Future[Outcome] = Future()
         future.set_running_or_notify_cancel()  # Nobody can cancel it from here on, so set_result always works.
 
-        def run() -> None:
+        def run() -> Callable[[], None]:
             try:
                 value = self._function(**arguments)
                 if inspect.isawaitable(value):
                     value = asyncio.run_coroutine_threadsafe(_awaited(value), self._loop()).result()
-                future.set_result(Outcome(value))
+                outcome = Outcome(value)
             except BaseException as error:  # SystemExit too: it would end only this thread, and the caller would wait
-                future.set_result(Outcome(error=error))
+                outcome = Outcome(error=error)
+            return partial(future.set_result, outcome)
 
-        # A thread per call, not a pool: a hung call takes no thread from later ones, and a daemon does not delay exit.
-        threading.Thread(target=run, name=f"reward:{self._function.name}", daemon=True).start()
+        thread = self._idle_thread() or _Thread(f"reward:{self._function.name}", self._idle, self._closed)
+        thread.do(run)
         return future
+
+    def _idle_thread(self) -> _Thread | None:
+        try:
+            return self._idle.get_nowait()
+        except Empty:
+            return None
 
     def _start_task(self, arguments: dict[str, Any]) -> Future[Outcome]:
         async def run() -> Outcome:

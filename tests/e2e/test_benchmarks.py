@@ -443,6 +443,12 @@ def test_scalerls_side_of_vs_trl(tmp_path: Path) -> None:
     assert len(ours) == 2 and all(step["tokens"] > 0 and step["cpu_s"] > 0 for step in ours)
     trl = [{"wall_s": 2 * step["wall_s"], "cpu_s": 3 * step["cpu_s"], "tokens": step["tokens"]} for step in ours]
     result = vs_trl.summarize({"scalerl": ours, "trl": trl})
+    result["timeline"] = timeline = vs_trl.run_timeline(options, tmp_path, tmp_path / "timeline")
+    assert list(timeline) == [*vs_trl.PHASES, "rest"]
+    assert timeline["gen"]["wall_s"] > 0 and all(phase["wall_s"] > -1e-9 for phase in timeline.values())
+    # Whole runs look at processes for longer than a phase of this one takes.
+    assert sum(phase[kind] for phase in timeline.values() for kind in ("trainer ranks", "servers")) > 0
+    assert sum(phase["others"] for phase in timeline.values()) == pytest.approx(0, abs=0.01)
     assert result["ratio_tokens_per_s"] == pytest.approx(2)
     assert result["ratio_tokens_per_cpu_s"] == pytest.approx(3)
     assert {"gen", "update_actor", "update_weights"} <= result["scalerl"]["share_of_step"].keys()

@@ -151,7 +151,9 @@ def make_half_written(run_dir: Path, step: int, like: int) -> str:
     return file.name
 
 
-@pytest.mark.parametrize("layout", ["one rank", *map(full, ("tp2", "pp2", "dp2"))])
+@pytest.mark.parametrize(
+    ("layout", "num_kills"), [("one rank", 1), *(full(layout, 3) for layout in ("one rank", "tp2", "pp2", "dp2"))]
+)
 def test_sigkill_in_a_step_then_resume_merge_and_transformers(
     inputs: Inputs,
     start_job: StartJob,
@@ -159,15 +161,16 @@ def test_sigkill_in_a_step_then_resume_merge_and_transformers(
     uninterrupted: Callable[[str], Path],
     tmp_path: Path,
     layout: str,
+    num_kills: int,
 ) -> None:
-    """SIGKILL to all of it three times, at random moments, and to the driver in step 4.
+    """SIGKILL to all of it at random moments, and to the driver in step 4.
 
     Its saves are made in the background; the other run waited for them, and has no profile.
     """
     expected, run_dir, pause = uninterrupted(layout), tmp_path / "run", Pause(tmp_path / "pause")
     arguments = [*overrides(inputs, layout, run_dir, pause), "trainer.async_save=true"]
     arguments += ["trainer.profile_steps=[4]", "trainer.profile_ranks=null"]
-    steps_done = killed_at_random(start_job, arguments, run_dir)
+    steps_done = killed_at_random(start_job, arguments, run_dir, num_kills)
     pause.in_step(3, steps_done=steps_done)
     killed = start_job(main_ppo(arguments), run_dir)
     killed.wait_for(pause.reached, "step 3")
@@ -200,10 +203,10 @@ def test_sigkill_in_a_step_then_resume_merge_and_transformers(
     killed.assert_gone()
 
 
-def killed_at_random(start_job: StartJob, arguments: list[str], run_dir: Path) -> int:
-    """Kills the run in its start, in one of its first two steps, and in the first step of the process that follows.
+def killed_at_random(start_job: StartJob, arguments: list[str], run_dir: Path, num_kills: int) -> int:
+    """Kills the run in one of its first two steps; of three times also in its start and in the process after that.
 
-    Returns the step that it would go on from.
+    Returns the step that it would go on from.  num_kills: 1 or 3.
     """
     seed = random.SystemRandom().randrange(2**32)
     print(f"the moments are of seed {seed}")
@@ -216,9 +219,10 @@ def killed_at_random(start_job: StartJob, arguments: list[str], run_dir: Path) -
         kills.Moment(chosen.choice([each for each in kills.PHASES if each not in kills.RARE]), chosen.random()),
     ]
     watched = main_ppo([*arguments, f"trainer.custom_fit.path={watched_loop.__file__}"])
+    moments = moments if num_kills == 3 else moments[1:2]
     struck = list(kills.run_killed(lambda: start_job(watched, run_dir), run_dir, moments, {kills.START: 5.0}))
     print(struck)
-    assert len(struck) == 3
+    assert len(struck) == num_kills
     latest = find_latest_ckpt_path(run_dir)
     return 0 if latest is None else int(read_trainer_state(latest)["step"])
 

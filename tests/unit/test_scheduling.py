@@ -83,8 +83,9 @@ def test_as_many_side_by_side_as_memory_allows(
     memory = tmp_path / "meminfo"
     memory.write_text(f"MemTotal: 1 kB\nMemAvailable: {gib << 20} kB\n")
     command = ["make", "--dry-run", "test", f"MEMORY={memory}", *given]
-    # Without what the make that runs this test was told.
-    env = {name: value for name, value in os.environ.items() if name not in ("AT_A_TIME", "MAKEFLAGS", "MAKEOVERRIDES")}
+    # What the make that runs this test was told, and hands on.
+    given_to_make = ("AT_A_TIME", "PYTEST_ARGS", "MAKEFLAGS", "MAKEOVERRIDES")
+    env = {name: value for name, value in os.environ.items() if name not in given_to_make}
     made = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=True).stdout
     (line,) = [line for line in made.splitlines() if " tests/slurm " in line]
     assert line.partition('-m "not full"')[2].split()[: len(arguments.split())] == arguments.split()

@@ -348,6 +348,32 @@ def test_waiting_for_a_thread_does_not_count(release, monkeypatch):
     assert late.error and in_time == ScoreResult(1.0)
 
 
+def test_calls_share_a_few_threads_of_which_none_is_left(release):
+    """A thread that hangs in a call is in none of the later ones, and ends when it comes back."""
+
+    def fn(solution_str, **_):
+        if solution_str == "hang":
+            release.wait()
+        return {"score": 1.0, "thread": threading.get_ident()}
+
+    async def main():
+        manager = manager_of(fn, timeout_s=1.0, on_error="zero")
+        results = await asyncio.gather(*(manager.score(SAMPLE) for _ in range(200)))
+        assert (await manager.score(ScoreRequest("h", "d", "p", "hang", "g"))).error
+        later = await asyncio.gather(*(manager.score(SAMPLE) for _ in range(200)))
+        manager.close()
+        return [{result.extra["thread"] for result in some} for some in (results, later)]
+
+    before = set(threading.enumerate())
+    threads, later = asyncio.run(main())
+    assert 1 <= len(threads) <= calls.NUM_THREADS and 1 <= len(later) <= calls.NUM_THREADS
+    assert len(threads | later) <= calls.NUM_THREADS + 1
+    release.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=60)
+    assert set(threading.enumerate()) <= before
+
+
 def test_too_many_hung_calls_stop_the_run_even_with_on_error_zero(release, monkeypatch):
     monkeypatch.setattr(calls, "MAX_HUNG", 3)
 
