@@ -106,9 +106,14 @@ endif
 test-all: setup ## every test but tests/gpu, on every layout
 	@status=0; $(PYTEST) $(PYTEST_ARGS) $(UNIT) || status=1; $(PYTEST) $(PYTEST_ARGS) $(SERVICES) || status=1; exit $$status
 
-lint: setup ## ruff: rules and format
+# With what `scalerl launch slurm` writes.
+SCRIPTS := .ci/run docker/*.sh scalerl/launch/scripts/* tests/unit/launch/golden/*.sbatch
+
+lint: setup ## ruff: rules and format; hadolint and shellcheck
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/hadolint docker/Dockerfile
+	$(BIN)/shellcheck $(SCRIPTS)
 
 types: setup ## pyright over scalerl/ and tests/types/
 	$(BIN)/pyright --pythonpath $(BIN)/python
