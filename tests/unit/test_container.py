@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -54,6 +57,25 @@ def test_install_is_a_program_that_names_files_which_are_copied() -> None:
         assert (ROOT / name).exists() and name.split("/")[0] in copied_by_docker()
     # What setuptools reads.
     assert {"README.md", "LICENSE", "pyproject.toml", "scalerl"} <= copied_by_docker().keys()
+
+
+def test_what_is_copied_builds_a_package_with_all_its_files(tmp_path: Path) -> None:
+    """As install.sh builds it: by the locked setuptools, where nothing else of the repository is."""
+    source = tmp_path / "src"
+    for name in (name for name, directory in copied_by_docker().items() if directory == "/src"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copyfile(ROOT / name, source / name)
+    build = "from setuptools.build_meta import build_wheel; build_wheel('..')"
+    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    files = [path.relative_to(ROOT) for path in (ROOT / "scalerl").rglob("*") if path.is_file()]
+    with zipfile.ZipFile(wheel) as packed:
+        missing = {str(file) for file in files if "__pycache__" not in file.parts} - set(packed.namelist())
+    assert missing == set()
 
 
 @pytest.mark.parametrize(("variables", "gpus"), [([], "1"), (["DEVICES=8"], "8")])
