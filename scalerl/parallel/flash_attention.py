@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch.nn import attention
 from torch.nn.attention._fa4 import register_flash_attention_fa4
 
@@ -38,27 +39,60 @@ IMPLS = {
 }
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """Why an implementation cannot be had.  reason: a clause.  remedy: what else to do than to take torch's own."""
+
+    reason: str
+    remedy: str | None = None
+
+    def error(self, impl: str) -> str:
+        """The error of a run that asks for the implementation by its name."""
+        remedy = "" if self.remedy is None else f"{self.remedy}, or "
+        return f"{KEY} = {impl}: {self.reason}; {remedy}set {KEY}=null (torch's own FlashAttention 2)"
+
+
 def use_flash_attention(impl: str | None) -> None:
     """Makes varlen_attn of this process call that implementation from now on, forward and backward.
 
     impl: a key of IMPLS; None: torch's own. Raises UserError if it cannot be imported.
     """
-    if impl is None:
-        if attention.current_flash_attention_impl() is not None:
-            attention.restore_flash_attention_impl()
-        return
+    if impl is not None and (refusal := take_up(impl)) is not None:
+        raise UserError(refusal.error(impl))
+    if impl is None and attention.current_flash_attention_impl() is not None:
+        attention.restore_flash_attention_impl()
+
+
+def take_up(impl: str, capabilities: Collection[tuple[int, int]] = ()) -> Refusal | None:
+    """Makes varlen_attn call that implementation, as `use_flash_attention`, or returns why it cannot be had.
+
+    capabilities: compute capabilities of the GPUs that it shall run on.
+    """
+    if (refusal := gpu_refusal(impl, capabilities)) is not None:
+        return refusal
     if impl == "FA4":
         # In torch 2.13 this is written for versions of flash-attn-4 that return less.
         register = partial(register_flash_attention_fa4, module_path="scalerl.parallel.flash_attention_4")
         attention.register_flash_attention_impl("FA4", register_fn=register)
     try:
         attention.activate_flash_attention_impl(impl)
-    # An import of compiled parts may also end in an OSError, and torch says RuntimeError when they lack a kernel.
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        raise UserError(_refused(impl, f"{IMPLS[impl].module} cannot be imported ({error})")) from error
+    # Whatever ends the import of compiled parts, or of what they need in another version: torch's own is there.
+    except Exception as error:
+        return import_refusal(impl, error)
+    return None
 
 
-def flash_attention_violation(impl: str, capabilities: Collection[tuple[int, int]]) -> str | None:
+def visible_capabilities() -> list[tuple[int, int]]:
+    """The compute capabilities of the GPUs that this process sees, each once; [] without a GPU."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return sorted({torch.cuda.get_device_capability(i) for i in range(count)})
+
+
+def import_refusal(impl: str, error: object) -> Refusal:
+    return Refusal(f"{IMPLS[impl].module} cannot be imported ({error})", f"install {IMPLS[impl].package}")
+
+
+def gpu_refusal(impl: str, capabilities: Collection[tuple[int, int]]) -> Refusal | None:
     """Why devices of these compute capabilities cannot run that implementation; None where all can."""
     majors = IMPLS[impl].majors
     wrong = sorted({capability for capability in capabilities if capability[0] not in majors})
@@ -66,21 +100,15 @@ def flash_attention_violation(impl: str, capabilities: Collection[tuple[int, int
         return None
     wanted = " or ".join(f"{major}.x" for major in majors)
     here = ", ".join(f"{major}.{minor}" for major, minor in wrong)
-    return _refused(impl, f"torch runs it on GPUs of compute capability {wanted}, and here is {here}", installs=False)
+    return Refusal(f"torch runs it on GPUs of compute capability {wanted}, and here is {here}")
 
 
-def head_size_violation(impl: str, head_size: int, model_path: str) -> str | None:
+def head_size_refusal(impl: str, head_size: int, model_path: str) -> Refusal | None:
     """Why that implementation has no kernel for a model; None where it has.  head_size: of queries and keys."""
     if head_size in IMPLS[impl].head_sizes:
         return None
     others = [other for other in IMPLS if head_size in IMPLS[other].head_sizes]
-    remedy = f"{KEY}={others[0]}, or " if others else ""
-    return (
-        f"{KEY} = {impl}: the heads of {model_path} have size {head_size}, which it does not take on every GPU that it "
-        f"is for; set {remedy}{KEY}=null (torch's own FlashAttention 2)"
+    return Refusal(
+        f"the heads of {model_path} have size {head_size}, which it does not take on every GPU that it is for",
+        f"set {KEY}={others[0]}" if others else None,
     )
-
-
-def _refused(impl: str, reason: str, *, installs: bool = True) -> str:
-    remedy = f"install {IMPLS[impl].package}, or " if installs else ""
-    return f"{KEY} = {impl}: {reason}; {remedy}set {KEY}=null (torch's own FlashAttention 2)"

@@ -6,9 +6,10 @@ import importlib.metadata
 import json
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from scalerl import nvidia
 from scalerl.config.schema import FLASH_ATTENTION_IMPLS
@@ -32,6 +33,9 @@ from scalerl.probes.host import (
 )
 from scalerl.probes.interpreter import run_interpreter, run_probe_program
 from scalerl.runtime.cuda_toolkit import toolkit_environment
+
+if TYPE_CHECKING:
+    from scalerl.parallel.flash_attention import Refusal
 
 # The first driver of Linux that runs programs of a major version of CUDA (CUDA's release notes, "minor version
 # compatibility").
@@ -156,23 +160,34 @@ def check_transformer_engine(timeout_s: float = 180.0) -> Finding:
     )  # fmt: skip
 
 
-def try_flash_attention(*impls: str) -> dict[str, str | None]:
-    """Takes up implementations of FlashAttention, each in its turn, as a rank would; what each one fails with."""
-    out, error = run_probe_program("flash_attention", *impls)
-    return dict.fromkeys(impls, error) if error is not None else _last(out)["errors"]
+def try_flash_attention(*impls: str) -> dict[str, Refusal | None]:
+    """Takes up implementations of FlashAttention as a rank would, each in a process of its own; why one cannot be had.
+
+    A process each, so that one that crashes takes no other with it.
+    """
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(impls, pool.map(_try_flash_attention, impls), strict=True))
+
+
+def _try_flash_attention(impl: str) -> Refusal | None:
+    from scalerl.parallel.flash_attention import Refusal, import_refusal
+
+    out, error = run_probe_program("flash_attention", impl)
+    if error is not None:
+        return import_refusal(impl, error)
+    refused = _last(out)
+    return None if refused is None else Refusal(**refused)
 
 
 def check_flash_attention(devices: Devices) -> Finding:
     """Finds which values of trainer.flash_attention_impl the GPUs of this machine and what is installed allow."""
-    name = "FlashAttention"
+    name, taken = "FlashAttention", "trainer.flash_attention_impl=auto takes {}".format
     if not devices.gpus:
-        return Finding(name, True, "not tried: no GPU", "trainer.flash_attention_impl stays null")
-    errors = try_flash_attention(*FLASH_ATTENTION_IMPLS)
-    allowed = [impl for impl, error in errors.items() if error is None]
+        return Finding(name, True, "not tried: no GPU", taken("torch's own"))
+    refusals = try_flash_attention(*FLASH_ATTENTION_IMPLS)
+    allowed = [impl for impl, refusal in refusals.items() if refusal is None]
     value = "torch's own" + "".join(f", {impl}" for impl in allowed)
-    if not allowed:
-        return Finding(name, True, value, "trainer.flash_attention_impl stays null")
-    return Finding(name, True, value, f"trainer.flash_attention_impl={' or '.join(allowed)} can be set")
+    return Finding(name, True, value, taken(allowed[0] if allowed else "torch's own"))
 
 
 def check_collective(device: Literal["cuda", "cpu"], num_ranks: int) -> Finding:
@@ -238,10 +253,10 @@ def gpu_findings(devices: Devices | None = None) -> Iterator[Finding]:
     yield check_ipc("cuda", num_gpus > 0)
 
 
-def start_violations(device: str, *, serves: bool, flash_attention_impl: str | None = None) -> Iterator[str]:
+def start_violations(device: str, *, serves: bool) -> Iterator[str]:
     """One sentence for each problem that would end a run on this machine at its start; takes no time of a GPU.
 
-    device: cuda or cpu.  serves: the run starts SGLang servers.  flash_attention_impl: of the `trainer` section.
+    device: cuda or cpu.  serves: the run starts SGLang servers.
     """
     probes: list[Callable[[], Finding]] = [check_transformer_engine]
     if device == "cuda":
@@ -254,12 +269,7 @@ def start_violations(device: str, *, serves: bool, flash_attention_impl: str | N
     for finding in side_by_side(probes):
         if not finding.ok:
             yield f"{finding.name}: {finding.value}; {finding.meaning}"
-    # On a CPU a rule of the configuration refuses it.
-    if device == "cuda" and flash_attention_impl is not None:
-        error = try_flash_attention(flash_attention_impl)[flash_attention_impl]
-        if error is not None:
-            yield error
 
 
-def _last(out: str) -> dict[str, Any]:
+def _last(out: str) -> Any:
     return json.loads(out.splitlines()[-1])

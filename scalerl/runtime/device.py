@@ -38,15 +38,17 @@ def resolve_device(name: str) -> str:
     return device
 
 
-def devices_line(trainer: TrainerConfig | SFTTrainerConfig, device: str) -> str:
-    """The line about its devices that a run shows at its start. device: trainer.device, resolved to cuda or cpu."""
+def devices_line(trainer: TrainerConfig | SFTTrainerConfig, device: str, attention: str | None = None) -> str:
+    """The line about its devices that a run shows at its start.
+
+    device: trainer.device, resolved to cuda or cpu.  attention: what they attend with; None where that is not said.
+    """
     number = trainer.n_gpus_per_node
     what = "GPU" if device == "cuda" else "process" if number == 1 else "processe"
     each = f"{number} {what}{'' if number == 1 else 's'}{' on the CPU' if device == 'cpu' else ''}"
     nodes = "" if trainer.nnodes == 1 else f"{trainer.nnodes} nodes x "
     line = f"devices: {nodes}{each} (trainer.n_gpus_per_node, trainer.device={trainer.device})"
-    impl = trainer.flash_attention_impl
-    return line if impl is None else f"{line}; attention: {impl} (trainer.flash_attention_impl)"
+    return line if attention is None else f"{line}; attention: {attention}"
 
 
 def device_of(name: str, *, torch_sees_one: bool, torch_build: str, hidden: bool, root: Path = Path("/")) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
@@ -39,6 +39,7 @@ from scalerl.random_states import seed_generators
 from scalerl.runtime.garbage import collect_garbage
 from scalerl.tracking import Tracking
 from scalerl.trainer import checkpoints
+from scalerl.trainer.attention_choice import AttentionChoice, agree_on_attention
 from scalerl.trainer.beginning import StartPhases, length_of_epochs
 from scalerl.trainer.packing_rules import PackingRules, Planner
 from scalerl.trainer.ppo import Run, load
@@ -93,12 +94,13 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, host: RunHost) -> Iterator[Run]:
         lease.add(servers, waits_for_restart=not shares_gpus(cfg, inputs.device))
         rollout = HybridRollout(cfg, servers, {"train": inputs.train, "val": inputs.val}, inputs.tokenizer, judge=judge)
         lease.add(rollout)
-        starts = {"servers": servers.start, "models": lambda: build_models(cfg, groups, phases)}
+        starts = {"servers": servers.start, "models": lambda: build_models(cfg, groups, phases, inputs.attention)}
         for started in start_order(cfg, inputs.device):
             starts[started]()
         phases.begin("servers")
         rollout.wait_ready(workers)
         phases.end()
+        attention = workers.call(MegatronWorker.current_flash_attention)
         temperature = rollout_config.temperature
         prompts = PromptCursor(len(inputs.train), cfg.data.seed, cfg.data.shuffle, inputs.train.digest)
         run = Run(
@@ -121,7 +123,7 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, host: RunHost) -> Iterator[Run]:
                 trainer,
                 config=cfg,
                 roles=trained_models(cfg),
-                state=length_of_epochs(cfg, num_steps),
+                state=length_of_epochs(cfg, num_steps) | {checkpoints.FLASH_ATTENTION: attention},
                 commits_on_error=inputs.fit is not None,
             ),
             start=phases,
@@ -136,7 +138,7 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, host: RunHost) -> Iterator[Run]:
                 load(run, resumed)
         collect_garbage()
         if resumed.directory is not None:
-            for line in checkpoints.resumed_lines(resumed, cfg):
+            for line in checkpoints.resumed_lines(resumed, cfg, attention):
                 tracker.message(line)
         host.restarts.ready(run)
         with run.saves.finished():
@@ -158,12 +160,24 @@ def shares_gpus(cfg: PPOConfig, device: str) -> bool:
     return device == "cuda" and cfg.actor_rollout_ref.hybrid_engine
 
 
-def build_models(cfg: PPOConfig, groups: dict[str, WorkerGroup], phases: StartPhases) -> None:
+def join_trainers(groups: Sequence[WorkerGroup], attention: AttentionChoice, say: Callable[[str], None]) -> None:
+    """Makes the ranks join their process groups and agree on one attention.  say: as `agree_on_attention`."""
+    join_ranks(groups)
+
+    def take_up(impl: str | None) -> list[str | None]:
+        return [refusal for group in groups for refusal in group.call(MegatronWorker.take_up_flash_attention, impl)]
+
+    agree_on_attention(attention.impls, take_up, say)
+
+
+def build_models(
+    cfg: PPOConfig, groups: dict[str, WorkerGroup], phases: StartPhases, attention: AttentionChoice
+) -> None:
     """Builds the model of each role on its ranks, after they have joined their process groups.
 
     The parts of a model that its offload keys name have left the device when this returns.
     """
-    join_ranks(distinct_groups(groups))
+    join_trainers(distinct_groups(groups), attention, phases.say)
     phases.begin("model")
     actor, model = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.model
     groups["actor"].call(
@@ -367,6 +381,6 @@ def start_workers(
         collective_timeout_s=collective_timeout_s(trainer),
         seed=seed,
         user_files=absolute(user_files),
-        flash_attention_impl=trainer.flash_attention_impl,
+        flash_attention_impl=None if trainer.flash_attention_impl == "auto" else trainer.flash_attention_impl,
     )
     return lease.add_ranks(workers)

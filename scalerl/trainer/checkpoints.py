@@ -40,6 +40,8 @@ _NOT_ARCHITECTURE = ("dtype", "eos_token_ids", "max_position_embeddings")
 
 # Key of the trainer state with the version of the code that saved it.
 CODE = "code"
+# Key of the trainer state with the FlashAttention of the ranks that saved it; null: torch's own.
+FLASH_ATTENTION = "flash_attention"
 # A message names at most so many changed keys.
 _MAX_CHANGES = 30
 
@@ -144,8 +146,11 @@ def check_same_model(resumed: Resumed, shape: ModelShape, model_path: str, role:
         )
 
 
-def resumed_lines(resumed: Resumed, cfg: PPOConfig | SFTConfig) -> list[str]:
-    """Messages of a run that resumes: its checkpoint, and what changed since in the configuration and in the code."""
+def resumed_lines(resumed: Resumed, cfg: PPOConfig | SFTConfig, flash_attention: str | None = None) -> list[str]:
+    """Messages of a run that resumes: its checkpoint, and what changed since in configuration, attention and code.
+
+    flash_attention: of its ranks; None: torch's own.
+    """
     assert resumed.directory is not None
     lines = [f"resumed from {resumed.directory}"]
     if changed := _changed_keys(resumed.directory / RESOLVED_CONFIG, cfg):
@@ -155,6 +160,9 @@ def resumed_lines(resumed: Resumed, cfg: PPOConfig | SFTConfig) -> list[str]:
     saved_ranks, ranks = len(list((resumed.directory / "actor" / RNG).glob("rank_*"))), trained_layout(cfg).world_size
     if saved_ranks not in (0, ranks):
         lines.append(f"random states of that checkpoint's {saved_ranks} ranks are not used: this run trains on {ranks}")
+    if FLASH_ATTENTION in resumed.state and resumed.state[FLASH_ATTENTION] != flash_attention:
+        then, here = (impl or "torch's own" for impl in (resumed.state[FLASH_ATTENTION], flash_attention))
+        lines.append(f"attention was {then} until that checkpoint and is {here} now, which rounds otherwise")
     before, now = resumed.state.get(CODE), code_version()
     if before is not None and before != now:
         lines.append(f"that checkpoint was saved by scalerl {_described(before)}; this is {_described(now)}")

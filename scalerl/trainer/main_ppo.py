@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
         phases.begin("data")
         inputs = check_ppo(cfg, digests=not dry_run)
         phases.end()
-        print(devices_line(cfg.trainer, inputs.device), flush=True)
+        print(devices_line(cfg.trainer, inputs.device, inputs.attention.text), flush=True)
         print(batch_table(cfg, len(inputs.train)), flush=True)
         if inputs.memory is not None:
             print(summary(inputs.memory), flush=True)

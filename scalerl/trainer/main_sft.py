@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
         inputs = check_sft(cfg, digests=not dry_run)
         phases.end()
         num_steps = total_steps(cfg.trainer, len(inputs.train), cfg.data.train_batch_size)
-        print(devices_line(cfg.trainer, inputs.device), flush=True)
+        print(devices_line(cfg.trainer, inputs.device, inputs.attention.text), flush=True)
         for key, dataset in (("train_files", inputs.train), ("val_files", inputs.val)):
             if dataset is not None and len(dataset) > dataset.num_rows:
                 print(

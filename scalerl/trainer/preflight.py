@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,6 +45,7 @@ from scalerl.runtime.device import resolve_device
 from scalerl.tracking import check_backends
 from scalerl.tracking.backend import safe_uri
 from scalerl.trainer import checkpoints
+from scalerl.trainer.attention_choice import AttentionChoice, called_head_sizes, choose_attention
 from scalerl.trainer.beginning import run_directory_violation
 from scalerl.trainer.custom_fit import Fit, load_fit
 from scalerl.trainer.model_checks import (
@@ -82,6 +83,7 @@ class PPOInputs:
     # trainer.custom_fit.
     fit: Fit | None = None
     memory: MemoryPlan | None = None
+    attention: AttentionChoice = field(default_factory=AttentionChoice)
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class SFTInputs:
     device: str
     resumed: checkpoints.Resumed
     memory: MemoryPlan | None = None
+    attention: AttentionChoice = field(default_factory=AttentionChoice)
 
 
 def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True) -> PPOInputs:
@@ -131,8 +134,7 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
     )
     # Models and data are not compared with sizes that contradict each other.
     shapes = _check_models(errors, cfg, tokenizer, None if broken else device)
-    paths = {"actor": cfg.actor_rollout_ref.model.path} | {role.name: role.model_path for role in model_roles(cfg)}
-    _check_heads(errors, cfg.trainer, {str(paths[name]): shape for name, shape in shapes.items()})
+    attention = choose_attention(errors, cfg.trainer, called_head_sizes(cfg, shapes), device, runs_here=runs_here)
     memory = _check_memory(errors, cfg, shapes, device)
     _check_judge(errors, cfg.reward_model.judge)
     train = val = None
@@ -158,13 +160,13 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
     )
     errors.raise_if_any()
     assert tokenizer is not None and train is not None and val is not None and resumed is not None
-    return PPOInputs(shapes, tokenizer, train, val, device, resumed, fit, memory)
+    return PPOInputs(shapes, tokenizer, train, val, device, resumed, fit, memory, attention)
 
 
 def _this_machine(errors: ErrorCollector, trainer: RunConfig, *, serves: bool) -> str:
     """The device of trainer.device on this machine; adds errors that would end a run on it at its start."""
     device = errors.attempt(lambda: resolve_device(trainer.device)) or "cpu"
-    errors.violations.extend(start_violations(device, serves=serves, flash_attention_impl=trainer.flash_attention_impl))
+    errors.violations.extend(start_violations(device, serves=serves))
     return device
 
 
@@ -244,16 +246,6 @@ def _check_models(
     return {name: shape for name, shape in shapes.items() if shape is not None}
 
 
-def _check_heads(errors: ErrorCollector, trainer: RunConfig, shapes: Mapping[str, ModelShape]) -> None:
-    """Adds an error for each model whose heads trainer.flash_attention_impl does not take.  shapes: by model path."""
-    if trainer.flash_attention_impl is None:
-        return
-    from scalerl.parallel.flash_attention import head_size_violation
-
-    wrong = (head_size_violation(trainer.flash_attention_impl, shape.head_dim, path) for path, shape in shapes.items())
-    errors.violations.extend(filter(None, wrong))
-
-
 def _check_memory(
     errors: ErrorCollector, cfg: PPOConfig | SFTConfig, shapes: Mapping[str, ModelShape], device: str
 ) -> MemoryPlan | None:
@@ -309,8 +301,9 @@ def check_sft(cfg: SFTConfig, device: str | None = None, *, digests: bool = True
         errors.violations.extend(
             model_layout_violations(shape, cfg.megatron, world_size(cfg), prefix="megatron", rollout_tp=None)
         )
-    _check_heads(errors, cfg.trainer, {} if shape is None else {cfg.model.path: shape})
-    memory = _check_memory(errors, cfg, {} if shape is None else {"actor": shape}, device)
+    shapes = {} if shape is None else {"actor": shape}
+    attention = choose_attention(errors, cfg.trainer, called_head_sizes(cfg, shapes), device, runs_here=runs_here)
+    memory = _check_memory(errors, cfg, shapes, device)
     tokenizer = errors.attempt(lambda: _policy_tokenizer(cfg.model, "model.path", cfg.data.chat_template_path))
     if shape is not None and tokenizer is not None:
         errors.violations.extend(vocabulary_violations("model.path", cfg.model.path, shape.vocab_size, tokenizer))
@@ -329,7 +322,7 @@ def check_sft(cfg: SFTConfig, device: str | None = None, *, digests: bool = True
     )
     errors.raise_if_any()
     assert shape is not None and train is not None and resumed is not None
-    return SFTInputs(shape, train, val, device, resumed, memory)
+    return SFTInputs(shape, train, val, device, resumed, memory, attention)
 
 
 def find_resume_point_again(

@@ -13,7 +13,7 @@ import ray
 
 from scalerl.balance import SizeKeys, packing_metrics, plan_step
 from scalerl.cluster.batch import ShardedBatch
-from scalerl.cluster.worker_group import WorkerGroup, join_ranks
+from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config import SFTConfig, total_steps, world_size
 from scalerl.controller.training.save_calls import begin_rank_saves
 from scalerl.controller.training.sft_worker import SFTWorker
@@ -26,7 +26,7 @@ from scalerl.runtime.stop import StopRequest
 from scalerl.tracking import Tracking
 from scalerl.trainer import checkpoints
 from scalerl.trainer.beginning import length_of_epochs
-from scalerl.trainer.build import open_tracker, say_how_to_open, start_phases, start_pool, start_workers
+from scalerl.trainer.build import join_trainers, open_tracker, say_how_to_open, start_phases, start_pool, start_workers
 from scalerl.trainer.packing_rules import PackingRules
 from scalerl.trainer.preflight import SFTInputs
 from scalerl.trainer.profiling import profiled
@@ -175,7 +175,7 @@ def sft_run(cfg: SFTConfig, inputs: SFTInputs, host: RunHost) -> Iterator[SFTRun
         pool = start_pool(lease, trainer, inputs.device, trainer.timeout_s)
         layout = Layout.of(cfg.megatron, pool.world_size)
         workers = start_workers(lease, pool, SFTWorker, layout, trainer, inputs.device, cfg.megatron.seed)
-        join_ranks([workers])
+        join_trainers([workers], inputs.attention, phases.say)
         phases.begin("model")
         workers.call(
             MegatronWorker.build_engine,
@@ -189,6 +189,7 @@ def sft_run(cfg: SFTConfig, inputs: SFTInputs, host: RunHost) -> Iterator[SFTRun
         if inputs.val is not None:
             workers.call(SFTWorker.set_dataset, "val", ray.put(inputs.val))
         phases.end()
+        attention = workers.call(MegatronWorker.current_flash_attention)
         peak = workers.call(MegatronWorker.peak_flops, cfg.megatron.dtype)
         run = SFTRun(
             config=cfg,
@@ -206,7 +207,12 @@ def sft_run(cfg: SFTConfig, inputs: SFTInputs, host: RunHost) -> Iterator[SFTRun
             ),
             total_steps=num_steps,
             stop=host.stop,
-            saves=Saves(trainer, config=cfg, roles=("actor",), state=length_of_epochs(cfg, num_steps)),
+            saves=Saves(
+                trainer,
+                config=cfg,
+                roles=("actor",),
+                state=length_of_epochs(cfg, num_steps) | {checkpoints.FLASH_ATTENTION: attention},
+            ),
         )
         # Trackers open in background threads: one that cannot be opened ends the run here, not after the first step.
         tracker.wait_started()
@@ -215,7 +221,7 @@ def sft_run(cfg: SFTConfig, inputs: SFTInputs, host: RunHost) -> Iterator[SFTRun
             workers.call(MegatronWorker.load_checkpoint, "actor", str(resumed.directory / "actor"))
             run.rows.load_state_dict(resumed.state["prompts"])
             run.step, run.saves.latest = resumed.step, resumed.directory
-            for line in checkpoints.resumed_lines(resumed, cfg):
+            for line in checkpoints.resumed_lines(resumed, cfg, attention):
                 tracker.message(line)
         host.restarts.ready(run)
         with run.saves.finished():

@@ -303,7 +303,7 @@ def trainer_run(source: ReplayedStep, cfg: PPOConfig, inputs: PPOInputs, process
         )
         pool = start_pool(lease, cfg.trainer, inputs.device, cfg.trainer.timeout_s)
         groups = start_groups(lease, cfg, pool, inputs.device)
-        build_models(cfg, groups, StartPhases(say=lambda text: None))
+        build_models(cfg, groups, StartPhases(say=lambda text: None), inputs.attention)
         run = Run(
             config=cfg,
             samples=samples,

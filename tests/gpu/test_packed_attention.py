@@ -13,12 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scalerl.config.schema import FLASH_ATTENTION_IMPLS
+from scalerl.config.schema import FLASH_ATTENTION_IMPLS, TrainerConfig
+from scalerl.controller.training.worker import MegatronWorker
 from scalerl.parallel.attention import PackedAttention
 from scalerl.parallel.flash_attention import IMPLS, use_flash_attention
+from scalerl.parallel.layout import Layout
 from scalerl.parallel.micro_batch import Packing
 from scalerl.probes.gpu import try_flash_attention
 from scalerl.protocol import cu_seqlens_of
+from scalerl.runtime.checks import ErrorCollector
+from scalerl.trainer.attention_choice import agree_on_attention, choose_attention
 
 # Of a sequence of one token, of lengths around the kernels' tile sizes, and of one long sequence.
 LENGTHS = (1, 7, 64, 129, 1, 300, 1024)
@@ -78,13 +82,28 @@ def test_output_and_gradients_are_those_of_each_sequence_alone(num_kv_heads: int
 
 def test_each_flash_attention_of_the_machine() -> None:
     """trainer.flash_attention_impl: flash-attn-4 is in the lock, so Hopper and data center Blackwell have one."""
-    allowed = [impl for impl, error in try_flash_attention(*FLASH_ATTENTION_IMPLS).items() if error is None]
+    allowed = [impl for impl, refusal in try_flash_attention(*FLASH_ATTENTION_IMPLS).items() if refusal is None]
     assert "FA4" in allowed or torch.cuda.get_device_capability()[0] not in IMPLS["FA4"].majors
     try:
         for impl in allowed:
             use_flash_attention(impl)
             for num_kv_heads in (8, 2, 1):
                 check_against_definition(num_kv_heads, 128, "cuda")
+    finally:
+        use_flash_attention(None)
+
+
+def test_what_a_run_takes_by_itself_is_what_this_gpu_runs() -> None:
+    """trainer.flash_attention_impl=auto: chosen as before a start, and taken up as a rank does."""
+    errors = ErrorCollector()
+    choice = choose_attention(errors, TrainerConfig(), {"m": 128}, "cuda", runs_here=True)
+    allowed = [impl for impl, refusal in try_flash_attention(*FLASH_ATTENTION_IMPLS).items() if refusal is None]
+    assert (choice.impls, errors.violations) == (tuple(allowed), [])
+    rank = MegatronWorker(0, Layout(world_size=1), device="cuda", collective_timeout_s=1.0, seed=1)
+    try:
+        agree_on_attention(choice.impls, lambda impl: [rank.take_up_flash_attention(impl)], pytest.fail)
+        assert rank.current_flash_attention() == (allowed[0] if allowed else None)
+        check_against_definition(2, 128, "cuda")
     finally:
         use_flash_attention(None)
 

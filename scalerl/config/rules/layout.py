@@ -10,7 +10,7 @@ from scalerl.config.layout_checks import dividing_sizes
 from scalerl.config.layout_sizes import trained_layout, trained_megatron
 from scalerl.config.model_specs import model_roles
 from scalerl.config.rules.base import Rule, rule, value_at
-from scalerl.config.schema import PPOConfig, SFTConfig
+from scalerl.config.schema import FLASH_ATTENTION_IMPLS, PPOConfig, SFTConfig
 from scalerl.config.sections import ACTOR, trained_layout_keys
 from scalerl.config.suggestions import nearest_multiples
 from scalerl.config.transformer_engine import (
@@ -47,7 +47,7 @@ def flash_attention_rule(megatron: str) -> Rule:
     @rule("trainer.flash_attention_impl", kind, dtype)
     def is_called(cfg: Any) -> Iterator[str]:
         impl = cfg.trainer.flash_attention_impl
-        if impl is None:
+        if impl not in FLASH_ATTENTION_IMPLS:
             return
         what = f"trainer.flash_attention_impl = {impl}: has no effect when"
         if value_at(cfg, kind) is not None:

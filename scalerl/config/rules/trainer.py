@@ -9,7 +9,7 @@ from typing import Any
 from scalerl.config.companions import BEST_METRIC
 from scalerl.config.layout_sizes import world_size
 from scalerl.config.rules.base import rule
-from scalerl.config.schema import LOGGERS, SFTConfig
+from scalerl.config.schema import FLASH_ATTENTION_IMPLS, LOGGERS, SFTConfig
 from scalerl.config.sections import IMPORT_FILES
 from scalerl.config.value_checks import show
 
@@ -126,7 +126,7 @@ def _nsys_needs_a_gpu(cfg: Any) -> Iterator[str]:
 @rule("trainer.flash_attention_impl", "trainer.device")
 def _flash_attention_needs_a_gpu(cfg: Any) -> Iterator[str]:
     impl = cfg.trainer.flash_attention_impl
-    if impl is not None:
+    if impl in FLASH_ATTENTION_IMPLS:
         yield (
             f"trainer.flash_attention_impl = {impl}: runs on GPUs only, and the device is cpu; set trainer.device="
             "cuda, or trainer.flash_attention_impl=null"

@@ -45,8 +45,9 @@ class RunConfig(UserFilesConfig, DevicesConfig):
     device_memory: str | None = key(None, or_null(DEVICE_MEMORY))
     # The implementation that torch's attention of 16 bits calls on GPUs, in every model. null: torch's own,
     # FlashAttention 2, which every GPU since Ampere runs. FA3: an installed FlashAttention 3, on Hopper alone. FA4:
-    # flash-attn-4, on Hopper and data center Blackwell. torch calls its way to both a prototype (docs/parallelism.md).
-    flash_attention_impl: str | None = key(None, or_null(one_of(*FLASH_ATTENTION_IMPLS)))
+    # flash-attn-4, on Hopper and data center Blackwell. auto: the first of FA3, FA4 and torch's own that every rank can
+    # have. torch calls its way to both a prototype (docs/parallelism.md).
+    flash_attention_impl: str | None = key("auto", or_null(one_of("auto", *FLASH_ATTENTION_IMPLS)))
     project_name: str = key("scalerl", TEXT)
     experiment_name: str = key("default", TEXT)
     # Any of console, mlflow, file, tensorboard, wandb, swanlab (docs/tracking.md), or a name registered with

@@ -76,7 +76,8 @@ class MegatronWorker(Worker):
     ) -> None:
         """Makes a rank that has not joined yet.
 
-        user_files: register names of the configuration, in `join`.  flash_attention_impl: of the `trainer` section.
+        user_files: register names of the configuration, in `join`.  flash_attention_impl: one that the configuration
+        names; None: torch's own, until `take_up_flash_attention`.
         """
         super().__init__(rank, layout)
         self.flash_attention_impl = flash_attention_impl
@@ -146,6 +147,24 @@ class MegatronWorker(Worker):
         super().leave()
         leave()
         forget_files()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def take_up_flash_attention(self, impl: str | None) -> str | None:
+        """Makes attention call that implementation (None: torch's own); returns why this rank cannot have it."""
+        from scalerl.parallel.flash_attention import take_up, use_flash_attention, visible_capabilities
+
+        if impl is None:
+            use_flash_attention(None)
+            return None
+        refusal = take_up(impl, visible_capabilities())
+        return None if refusal is None else f"rank {self.rank} on {socket.gethostname()}: {refusal.reason}"
+
+    @register(Dispatch.RANK_ZERO)
+    def current_flash_attention(self) -> str | None:
+        """The implementation that attention calls; None: torch's own."""
+        from torch.nn.attention import current_flash_attention_impl
+
+        return current_flash_attention_impl()
 
     @register(Dispatch.ONE_TO_ALL)
     def build_engine(

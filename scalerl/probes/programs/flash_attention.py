@@ -1,30 +1,20 @@
-"""The program that tries implementations of FlashAttention, named as arguments, as a rank would take them up.
+"""The program that tries an implementation of FlashAttention, named as its argument, as a rank would take it up.
 
-It prints the compute capabilities of the GPUs, and what each implementation fails with.
+It prints why the implementation cannot be had on the GPUs of this machine, or null.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 
-import torch
-
-from scalerl.errors import UserError
-from scalerl.parallel.flash_attention import flash_attention_violation, use_flash_attention
+from scalerl.parallel.flash_attention import take_up, visible_capabilities
 
 
 def main() -> None:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    capabilities = sorted({torch.cuda.get_device_capability(i) for i in range(count)})
-    errors = {}
-    for impl in sys.argv[1:]:
-        try:
-            use_flash_attention(impl)
-            errors[impl] = flash_attention_violation(impl, capabilities)
-        except UserError as error:
-            errors[impl] = str(error)
-    print(json.dumps({"capabilities": capabilities, "errors": errors}))
+    refusal = take_up(sys.argv[1], visible_capabilities())
+    print(json.dumps(None if refusal is None else asdict(refusal)))
 
 
 if __name__ == "__main__":

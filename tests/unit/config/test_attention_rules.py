@@ -153,6 +153,15 @@ def test_an_own_flash_attention_is_of_gpus_and_of_torchs_attention_in_16_bits(ki
     )
 
 
+@pytest.mark.parametrize("kind", ["ppo", "sft"])
+@pytest.mark.parametrize("values", [{}, {"dtype": "float32"}, {"cp_comm_type": "p2p"}])
+def test_what_is_taken_by_itself_is_no_ones_mistake(kind: str, values: dict[str, Any]) -> None:
+    cfg = with_megatron(kind, values)
+    assert cfg.trainer.flash_attention_impl == "auto"
+    for device in ("cuda", "cpu"):
+        assert not [each for each in violations(kind, values, device) if "flash_attention_impl" in each]
+
+
 # The installed version
 
 

@@ -221,7 +221,7 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "adv_estimator": ([""], ["grpo"]),
     "reward_manager": ([""], ["naive"]),
     "on_error": (["skip"], ["stop", "zero"]),
-    "flash_attention_impl": (["", "FA2", "fa3"], [None]),
+    "flash_attention_impl": (["", "FA2", "fa3"], [None, "auto"]),
     "project_name": ([""], ["p"]),
     "experiment_name": ([""], ["p"]),
     "logger": (

@@ -1,13 +1,12 @@
 """Which FlashAttention torch's varlen_attn calls: taken up and given back in torch's dispatcher, and what is refused.
 
 No kernel runs: torch calls them on GPUs alone (tests/gpu/test_packed_attention.py). What stands for an installed one is
-a package with the functions that torch looks for.
+a package with the functions that torch looks for (tests/flash_attentions.py).
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,27 +22,14 @@ from scalerl.errors import UserError
 from scalerl.parallel.attention import _flash
 from scalerl.parallel.flash_attention import (
     IMPLS,
-    flash_attention_violation,
-    head_size_violation,
+    gpu_refusal,
+    head_size_refusal,
+    take_up,
     use_flash_attention,
+    visible_capabilities,
 )
+from tests.flash_attentions import forget, install
 
-# What flash-attn-4 4.0.0b36 has: five results of the forward.
-INTERFACE_4 = """
-def _flash_attn_fwd(q, k, v, **options):
-    return q + 1, k + 2, None, None, options
-
-def _flash_attn_bwd(q, k, v, out, dout, lse, **options):
-    return q, k, v
-"""
-# What FlashAttention 3 registers when it is imported.
-INTERFACE_3 = """
-import torch
-
-library = torch.library.Library("flash_attn_3", "DEF")
-library.define("fwd(Tensor q) -> Tensor")
-library.define("bwd(Tensor q) -> Tensor")
-"""
 OPERATORS = ("aten::_flash_attention_forward", "aten::_flash_attention_backward")
 
 
@@ -62,15 +48,9 @@ class Calls(TorchDispatchMode):
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
-    (tmp_path / "flash_attn" / "cute" / "interface.py").write_text(INTERFACE_4)
-    (tmp_path / "flash_attn_interface.py").write_text(INTERFACE_3)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(install(tmp_path, *FLASH_ATTENTION_IMPLS))
     yield
-    use_flash_attention(None)
-    _fa4._fa4_import_module.cache_clear()
-    for name in [name for name in sys.modules if name.startswith("flash_attn") or name.endswith("flash_attention_4")]:
-        del sys.modules[name]
+    forget()
 
 
 def on_cuda() -> list[str]:
@@ -145,13 +125,34 @@ def test_one_that_is_not_installed_is_refused_with_what_to_install(impl: str) ->
     ],
 )
 def test_gpus_of_each_implementation(impl: str, capabilities: list[tuple[int, int]], named: str | None) -> None:
-    violation = flash_attention_violation(impl, capabilities)
-    assert (violation is None) == (named is None)
-    if violation is not None and named is not None:
-        assert violation.startswith(
-            f"trainer.flash_attention_impl = {impl}: torch runs it on GPUs of compute capability"
-        )
-        assert named in violation and "set trainer.flash_attention_impl=null" in violation
+    refusal = gpu_refusal(impl, capabilities)
+    assert (refusal is None) == (named is None)
+    if refusal is not None and named is not None:
+        error = refusal.error(impl)
+        assert error.startswith(f"trainer.flash_attention_impl = {impl}: torch runs it on GPUs of compute capability")
+        assert named in error and "; set trainer.flash_attention_impl=null" in error
+        # Nothing that is installed changes it.
+        assert refusal.remedy is None
+
+
+def test_one_that_is_not_for_a_gpu_is_not_taken_up_there(installed: None) -> None:
+    assert visible_capabilities() == [], "this test is for a machine without a GPU"
+    assert take_up("FA3", [(10, 0)]) == gpu_refusal("FA3", [(10, 0)])
+    assert current_flash_attention_impl() is None
+    # The next one replaces it.
+    assert [take_up("FA3", [(9, 0)]), take_up("FA4", [(9, 0)])] == [None, None]
+    assert current_flash_attention_impl() == "FA4" and len(on_cuda()) == len(OPERATORS)
+
+
+def test_one_whose_import_fails_in_whatever_way_is_refused_and_torchs_own_is_called(
+    installed: None, tmp_path: Path
+) -> None:
+    use_flash_attention("FA3")
+    (tmp_path / "flash_attn" / "cute" / "interface.py").write_text("raise TypeError('of another version')\n")
+    refusal = take_up("FA4", [(9, 0)])
+    assert refusal is not None
+    assert refusal.reason == "flash_attn.cute.interface cannot be imported (of another version)"
+    assert current_flash_attention_impl() is None and on_cuda() == []
 
 
 def test_the_table_is_that_of_torch() -> None:
@@ -164,9 +165,9 @@ def test_the_table_is_that_of_torch() -> None:
 
 
 def test_heads_without_a_kernel_on_every_gpu_are_refused() -> None:
-    assert [head_size_violation("FA4", size, "m") for size in (64, 80, 128, 256)] == [None] * 4
-    assert [head_size_violation("FA3", size, "m") for size in (64, 192, 256)] == [None] * 3
-    violation = head_size_violation("FA4", 192, "models/deepseek")
-    assert violation is not None and "heads of models/deepseek have size 192" in violation
-    assert "set trainer.flash_attention_impl=FA3, or trainer.flash_attention_impl=null" in violation
-    assert "set trainer.flash_attention_impl=null" in (head_size_violation("FA3", 100, "m") or "")
+    assert [head_size_refusal("FA4", size, "m") for size in (64, 80, 128, 256)] == [None] * 4
+    assert [head_size_refusal("FA3", size, "m") for size in (64, 192, 256)] == [None] * 3
+    refusal, neither = head_size_refusal("FA4", 192, "models/deepseek"), head_size_refusal("FA3", 100, "m")
+    assert refusal is not None and "heads of models/deepseek have size 192" in refusal.reason
+    assert "set trainer.flash_attention_impl=FA3, or set trainer.flash_attention_impl=null" in refusal.error("FA4")
+    assert neither is not None and "; set trainer.flash_attention_impl=null" in neither.error("FA3")

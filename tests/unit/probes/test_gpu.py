@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from scalerl.nvidia import NvidiaDevice
+from scalerl.parallel.flash_attention import Refusal
 from scalerl.probes import Finding, gpu, host, side_by_side
 from scalerl.probes.gpu import Devices
+from tests.flash_attentions import install
 
 H100 = ("NVIDIA H100 80GB HBM3", 80 << 30)
 # What the meta package of Transformer Engine does without its compiled parts.
@@ -94,20 +96,29 @@ def test_run_on_gpus_compares_as_doctor_does(monkeypatch: pytest.MonkeyPatch, tm
     assert list(gpu.start_violations("cpu", serves=True)) == []
 
 
-def test_a_flash_attention_that_a_run_asks_for_is_tried_before_it_starts() -> None:
-    """As a rank would take it up, in a process of its own: here none is installed."""
-    (violation,) = gpu.start_violations("cuda", serves=False, flash_attention_impl="FA3")
-    assert violation.startswith("trainer.flash_attention_impl = FA3: flash_attn_interface cannot be imported (No mod")
-    # A rule of the configuration says it.
-    assert list(gpu.start_violations("cpu", serves=False, flash_attention_impl="FA3")) == []
+def test_a_flash_attention_is_tried_as_a_rank_would_take_it_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in a process of its own, so that one that crashes takes no other with it."""
+    refusals = gpu.try_flash_attention("FA3", "FA4")
+    assert [list(refusals), *(refusal and refusal.remedy for refusal in refusals.values())] == [
+        ["FA3", "FA4"],
+        "install FlashAttention 3 from the folder `hopper` of its sources",
+        "install flash-attn-4",
+    ]
+    assert refusals["FA3"] and refusals["FA3"].reason.startswith("flash_attn_interface cannot be imported (No module")
+    monkeypatch.setenv("PYTHONPATH", str(install(tmp_path, "FA3", "FA4")), prepend=":")
+    assert gpu.try_flash_attention("FA3", "FA4") == {"FA3": None, "FA4": None}
+    (tmp_path / "flash_attn_interface.py").write_text("import os\nos.abort()\n")
+    crashed = gpu.try_flash_attention("FA3", "FA4")
+    assert crashed["FA4"] is None and crashed["FA3"] is not None and "killed by signal 6" in crashed["FA3"].reason
 
 
 def test_the_flash_attentions_of_a_machine_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = gpu.check_flash_attention(Devices("2.13.0", "13.0", (H100,)))
-    assert finding.ok and finding.value == "torch's own" and "stays null" in finding.meaning
-    monkeypatch.setattr(gpu, "try_flash_attention", lambda *impls: dict.fromkeys(impls) | {"FA3": "not installed"})
+    assert finding.ok and finding.value == "torch's own"
+    assert finding.meaning == "trainer.flash_attention_impl=auto takes torch's own"
+    monkeypatch.setattr(gpu, "try_flash_attention", lambda *impls: dict.fromkeys(impls) | {"FA3": Refusal("no")})
     finding = gpu.check_flash_attention(Devices("2.13.0", "13.0", (H100,)))
-    assert (finding.value, finding.meaning) == ("torch's own, FA4", "trainer.flash_attention_impl=FA4 can be set")
+    assert (finding.value, finding.meaning) == ("torch's own, FA4", "trainer.flash_attention_impl=auto takes FA4")
     assert gpu.check_flash_attention(Devices("2.13.0", "13.0", ())).value == "not tried: no GPU"
 
 

@@ -68,5 +68,4 @@ def test_what_a_run_says_of_its_devices() -> None:
     assert devices_line(two, "cpu") == "devices: 2 processes on the CPU (trainer.n_gpus_per_node, trainer.device=auto)"
     assert devices_line(many, "cuda").startswith("devices: 4 nodes x 8 GPUs (")
     assert "1 process on the CPU" in devices_line(TrainerConfig(n_gpus_per_node=1), "cpu")
-    own = TrainerConfig(n_gpus_per_node=8, flash_attention_impl="FA3")
-    assert devices_line(own, "cuda").endswith("; attention: FA3 (trainer.flash_attention_impl)")
+    assert devices_line(many, "cuda", "FA3 (of auto)").endswith("trainer.device=cuda); attention: FA3 (of auto)")

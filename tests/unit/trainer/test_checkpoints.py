@@ -342,6 +342,20 @@ def test_a_run_says_that_its_code_changed(tmp_path: Path, model: Path) -> None:
     assert line.startswith(f"that checkpoint was saved by scalerl 0.0.9 (commit abc); this is {__version__}")
 
 
+def test_a_run_says_that_its_attention_changed(tmp_path: Path, model: Path) -> None:
+    cfg = configured(tmp_path)
+    resumed = saved_with(tmp_path, cfg, model)
+    # Of a version that did not save it.
+    assert len(checkpoints.resumed_lines(resumed, cfg, "FA4")) == 1
+    resumed.state[checkpoints.FLASH_ATTENTION] = None
+    assert len(checkpoints.resumed_lines(resumed, cfg, None)) == 1
+    _, line = checkpoints.resumed_lines(resumed, cfg, "FA4")
+    assert line == "attention was torch's own until that checkpoint and is FA4 now, which rounds otherwise"
+    resumed.state[checkpoints.FLASH_ATTENTION] = "FA3"
+    _, line = checkpoints.resumed_lines(resumed, cfg, None)
+    assert line.startswith("attention was FA3 until that checkpoint and is torch's own now")
+
+
 def test_a_checkpoint_from_before_there_was_a_configuration_in_it_says_nothing(tmp_path: Path, model: Path) -> None:
     save(tmp_path, 1, model)
     resumed = find(tmp_path)

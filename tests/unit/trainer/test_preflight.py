@@ -13,10 +13,12 @@ import pytest
 from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose
 from scalerl.data import PromptCursor, load_tokenizer
 from scalerl.trainer import preflight
+from scalerl.trainer.attention_choice import AttentionChoice
 from scalerl.trainer.beginning import finished_at
 from scalerl.trainer.checkpoints import SavedModel
 from scalerl.trainer.main_ppo import main
 from scalerl.trainer.preflight import check_ppo, check_sft
+from tests.flash_attentions import install
 from tests.tiny_models import make_tiny_model
 from tests.whole_saves import save
 
@@ -426,6 +428,24 @@ def test_a_fused_kernel_that_is_not_here_is_left_out_with_a_line(
     check_ppo(config(directory, "qwen3", "embedded", 0, f"{key}=true"))
     (line,) = [record.message for record in caplog.records if "fusion" in record.message]
     assert line.startswith(f"{key} = true: its kernel (fused_weight_gradient_mlp_cuda of apex) is not here")
+
+
+def test_the_attention_of_a_run_on_gpus_is_chosen_before_its_start(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, and on other machines, nothing is."""
+    monkeypatch.setattr(preflight, "resolve_device", lambda device: "cuda")
+    monkeypatch.setenv("PYTHONPATH", str(install(tmp_path, "FA4")), prepend=":")
+    keys, dtype = ["trainer.device=auto"], "megatron.dtype=bfloat16"
+    cfg = config(directory, "qwen3", "embedded", 0, *keys, f"actor_rollout_ref.actor.{dtype}")
+    assert check_ppo(cfg).attention == AttentionChoice(("FA4",), "FA4 (trainer.flash_attention_impl=auto)")
+    assert check_ppo(cfg, "cuda").attention == AttentionChoice()
+    assert check_ppo(config(directory, "qwen3", "embedded", 0, *keys)).attention == AttentionChoice()
+    assert check_sft(sft(directory, tmp_path, *keys, dtype)).attention.impls == ("FA4",)
+    with pytest.raises(
+        ConfigError, match=r"trainer.flash_attention_impl = FA3: flash_attn_interface cannot be imported"
+    ):
+        check_sft(sft(directory, tmp_path, *keys, dtype, "trainer.flash_attention_impl=FA3"))
 
 
 def test_a_rate_that_decays_ends_with_the_run(directory: Path) -> None:
