@@ -311,6 +311,7 @@ def test_a_run_with_sglang_is_killed_and_resumed(inputs: Inputs, start_job: Star
     seeds[2] = seeds_of_servers(resumed)
     assert resumed.finish() == 0, resumed.tail()
     assert f"resumed from {run_dir / 'global_step_2'}" in resumed.stdout
+    assert read_trainer_state(run_dir / "global_step_2")["flash_attention"] is None, "a CPU has torch's own"
     for step, of_servers in seeds.items():
         places = range(len(of_servers))
         configured = RolloutConfig().seed

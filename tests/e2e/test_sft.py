@@ -60,6 +60,8 @@ def test_a_resumed_run_has_the_numbers_of_one_that_was_not_interrupted(
             assert finished.code == 0, finished.tail()
         numbers[name] = {step: reproducible(data) for step, data in Record.read(run_dir).final.items()}
         digests = json.loads((run_dir / "global_step_2" / "COMPLETE").read_text())["digests"]
+        state = json.loads((run_dir / "global_step_2" / "trainer_state.json").read_text())
+        assert state["flash_attention"] is None, "a CPU has torch's own"
         saved[name] = {file: digest for file, digest in digests.items() if file.endswith((".distcp", ".safetensors"))}
     # Step 0 is the validation before the first step; a run that resumes has it already.
     assert numbers["whole"].keys() == {0, 1, 2, 3, 4} and numbers["whole"][4]["train/grad_norm"] > 0
