@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import pytest
@@ -139,12 +138,10 @@ def test_models_with_another_attention_do_not_count(shape: ModelShape) -> None:
     cfg.critic.megatron.cp_comm_type = "p2p"
     cfg.actor_rollout_ref.ref.megatron.dtype = "float32"
     assert called_head_sizes(cfg, shapes) == {"policy": size}
-    trained = cfg.actor_rollout_ref.actor.megatron
     for key, value in {"cp_comm_type": "p2p", "dtype": "float32"}.items():
-        other = copy.deepcopy(ppo())
+        other = ppo()
         setattr(other.actor_rollout_ref.actor.megatron, key, value)
         assert called_head_sizes(other, shapes) == {}
-    assert trained.cp_comm_type is None
 
 
 def test_fine_tuning_has_one_model(shape: ModelShape) -> None:
