@@ -41,10 +41,14 @@ IMPLS = {
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why an implementation cannot be had.  reason: a clause.  remedy: what else to do than to take torch's own."""
+    """Why an implementation cannot be had.
+
+    reason: a clause.  remedy: what else to do than to take torch's own.  by_gpu: it is for other GPUs.
+    """
 
     reason: str
     remedy: str | None = None
+    by_gpu: bool = False
 
     def error(self, impl: str) -> str:
         """The error of a run that asks for the implementation by its name."""
@@ -100,7 +104,7 @@ def gpu_refusal(impl: str, capabilities: Collection[tuple[int, int]]) -> Refusal
         return None
     wanted = " or ".join(f"{major}.x" for major in majors)
     here = ", ".join(f"{major}.{minor}" for major, minor in wrong)
-    return Refusal(f"torch runs it on GPUs of compute capability {wanted}, and here is {here}")
+    return Refusal(f"torch runs it on GPUs of compute capability {wanted}, and here is {here}", by_gpu=True)
 
 
 def head_size_refusal(impl: str, head_size: int, model_path: str) -> Refusal | None:

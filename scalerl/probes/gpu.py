@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -160,19 +160,22 @@ def check_transformer_engine(timeout_s: float = 180.0) -> Finding:
     )  # fmt: skip
 
 
-def try_flash_attention(*impls: str) -> dict[str, Refusal | None]:
+def try_flash_attention(*impls: str, head_sizes: Collection[int] = ()) -> dict[str, Refusal | None]:
     """Takes up implementations of FlashAttention as a rank would, each in a process of its own; why one cannot be had.
 
-    A process each, so that one that crashes takes no other with it.
+    A process each, so that one that crashes takes no other with it.  head_sizes: on a GPU, those of the models, of
+    which each has to compute what torch's own does.
     """
     with ThreadPoolExecutor() as pool:
-        return dict(zip(impls, pool.map(_try_flash_attention, impls), strict=True))
+        return dict(zip(impls, pool.map(partial(_try_flash_attention, head_sizes), impls), strict=True))
 
 
-def _try_flash_attention(impl: str) -> Refusal | None:
+def _try_flash_attention(head_sizes: Collection[int], impl: str) -> Refusal | None:
     from scalerl.parallel.flash_attention import Refusal, import_refusal
 
-    out, error = run_probe_program("flash_attention", impl)
+    out, error = run_probe_program(
+        "flash_attention", impl, *map(str, sorted(set(head_sizes))), timeout_s=KERNEL_TIMEOUT_S
+    )
     if error is not None:
         return import_refusal(impl, error)
     refused = _last(out)

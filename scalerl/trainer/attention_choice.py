@@ -61,19 +61,21 @@ def choose_attention(
         refusals = (head_size_refusal(impl, size, path) for path, size in head_sizes.items())
         return [refusal.error(impl) for refusal in refusals if refusal is not None]
 
-    wanted, tries = trainer.flash_attention_impl, runs_here and device == "cuda"
+    wanted, tries, sizes = trainer.flash_attention_impl, runs_here and device == "cuda", set(head_sizes.values())
     if wanted in FLASH_ATTENTION_IMPLS:
         errors.violations.extend(refusals_of_heads(wanted))
         # On a CPU a rule of the configuration refuses it.
-        if tries and (refusal := try_flash_attention(wanted)[wanted]) is not None:
+        if tries and (refusal := try_flash_attention(wanted, head_sizes=sizes)[wanted]) is not None:
             errors.violations.append(refusal.error(wanted))
         return AttentionChoice(text=f"{wanted} (trainer.flash_attention_impl)")
     if wanted is None or not (tries and head_sizes):
         return AttentionChoice()
-    refusals = try_flash_attention(*(impl for impl in FLASH_ATTENTION_IMPLS if not refusals_of_heads(impl)))
+    allowed = [impl for impl in FLASH_ATTENTION_IMPLS if not refusals_of_heads(impl)]
+    refusals = try_flash_attention(*allowed, head_sizes=sizes)
     impls = tuple(impl for impl, refusal in refusals.items() if refusal is None)
     # Of what nothing can be done about, as the GPU is another one, a start says nothing.
-    why = "".join(f"; {impl}: {refusal.reason}" for impl, refusal in refusals.items() if refusal and refusal.remedy)
+    told = [(impl, refusal) for impl, refusal in refusals.items() if refusal is not None and not refusal.by_gpu]
+    why = "".join(f"; {impl}: {refusal.reason}" for impl, refusal in told)
     text = impls[0] if impls else _OWN
     return AttentionChoice(impls, f"{text} (trainer.flash_attention_impl=auto{'' if impls else why})")
 

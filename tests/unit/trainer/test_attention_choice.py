@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -39,12 +40,23 @@ def machine(
     """Makes the machine one with such GPUs and without some packages; returns what will be tried on it."""
     tried = []
 
-    def try_flash_attention(*impls: str) -> dict[str, Refusal | None]:
+    def try_flash_attention(*impls: str, head_sizes: Collection[int]) -> dict[str, Refusal | None]:
+        assert head_sizes, "each has to compute heads as the models have them"
         tried.append(impls)
         return {impl: gpu_refusal(impl, [capability]) or absent.get(impl) for impl in impls}
 
     monkeypatch.setattr(attention_choice, "try_flash_attention", try_flash_attention)
     return tried
+
+
+def test_one_that_computes_something_else_is_not_taken_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = Refusal("with heads of 128 its output is 0.5 from torch's own, of 0.02 allowed")
+    machine(monkeypatch, (9, 0), {"FA3": wrong})
+    assert choose("auto") == (AttentionChoice(("FA4",), "FA4 (trainer.flash_attention_impl=auto)"), [])
+    machine(monkeypatch, (9, 0), {"FA3": ABSENT["FA3"], "FA4": wrong})
+    choice, _ = choose("auto")
+    assert choice.impls == () and choice.text is not None and choice.text.endswith(f"; FA4: {wrong.reason})")
+    assert choose("FA4")[1] == [wrong.error("FA4")]
 
 
 @pytest.mark.parametrize(
