@@ -131,7 +131,10 @@ def make_inputs(options: argparse.Namespace, directory: Path) -> int:
 
 
 def run_scalerl(options: argparse.Namespace, directory: Path, run_dir: Path) -> list[dict[str, float]]:
-    """Processor seconds are read when a step's line comes: a step's end, to within LOOK_S."""
+    """Processor seconds are read when a step's line comes: a step's end, to within LOOK_S.
+
+    The last step is not used: processes end right after it.
+    """
     read_at: list[float] = []
 
     def look(root: Any, num_lines: int) -> None:
@@ -140,7 +143,7 @@ def run_scalerl(options: argparse.Namespace, directory: Path, run_dir: Path) -> 
 
     lines = watch_scalerl(options, directory, run_dir, look)
     steps = []
-    for at in range(1, min(len(lines), len(read_at))):
+    for at in range(1, min(len(lines) - 1, len(read_at))):
         data = lines[at]["data"]
         if lines[at]["step"] > options.warmup and "timing_s/step" in data:
             phases = {key: value for key, value in data.items() if key.startswith("timing_s/")}
@@ -166,7 +169,7 @@ def run_timeline(options: argparse.Namespace, directory: Path, run_dir: Path) ->
 
     lines = watch_scalerl(options, directory, run_dir, look)
     steps: dict[str, list[dict[str, float]]] = {}
-    for line, end in zip(lines, ends, strict=False):
+    for line, end in zip(lines[:-1], ends, strict=False):
         data = line["data"]
         if line["step"] <= options.warmup or "timing_s/step" not in data:
             continue
@@ -260,7 +263,7 @@ def overrides(options: argparse.Namespace, directory: Path, run_dir: Path) -> li
         f"{ROLLOUT}.max_num_seqs={options.prompts * options.n}",
         f"custom_reward_function.path={EXAMPLE}/reward.py",
         f"trainer.n_gpus_per_node={options.cores}",
-        f"trainer.total_training_steps={options.warmup + options.steps}",
+        f"trainer.total_training_steps={options.warmup + options.steps + 1}",
         *("trainer.test_freq=-1", "trainer.save_freq=0", "trainer.val_before_train=false"),
         *("trainer.log_val_generations=0", "trainer.logger=[file]", "trainer.resume_mode=disable"),
         f"trainer.default_local_dir={run_dir}",
