@@ -158,7 +158,11 @@ class WeightSync:
         feeds = [feed for feed in self.feeds if orders is None or feed.index in orders]
         expected = {
             feed.index: ENGINES[feed.replica.engine].expected_checksums(
-                self.model_config, feed.replica.tp_size, self.dtype, ranks
+                self.model_config,
+                feed.replica.tp_size,
+                self.dtype,
+                ranks,
+                engine_kwargs=feed.replica.engine_kwargs,
             )
             for feed in feeds
             if verify and (ranks := feed.engine_ranks(self.rank))

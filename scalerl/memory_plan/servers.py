@@ -9,10 +9,13 @@ from scalerl.byte_units import GIB
 from scalerl.config.schema import ServerConfig
 from scalerl.families import ModelShape
 from scalerl.memory_plan.parameters import FLOAT, ITEMSIZE, counted_params
+from scalerl.servers.sglang.expert_parallel import expert_parallel
 
 # Assumed, of SGLang on a GPU: its CUDA context and communicators; captured graphs and the buffers of a prefill.
 CONTEXT_BYTES = 1 * GIB
 GRAPH_BYTES = 2 * GIB
+# Of the names of a model's shared experts.
+SHARED_EXPERTS = ".shared_experts."
 # Share of the tokens that would fit which a server is told to have, so that every replica finds room for them.
 KV_SURE_FRAC = 0.95
 # Tokens of a KV cache come in multiples of this.
@@ -45,7 +48,13 @@ def server_bytes(
     if that is null, those that gpu_memory_utilization leaves room for. That is a share of what is free once the
     server's process has its context, before it loads weights (SGLang's `measure_pre_model_load_memory`).
     """
-    weights = weight_bytes(shape, config.tensor_model_parallel_size, ITEMSIZE[config.dtype])
+    experts = expert_parallel(config.engine_kwargs.get("sglang") or {}, config.tensor_model_parallel_size)
+    weights = weight_bytes(
+        shape,
+        config.tensor_model_parallel_size,
+        ITEMSIZE[config.dtype],
+        whole_shared_experts=config.name == "sglang" and experts.whole_shared_experts,
+    )
     token = kv_token_bytes(shape, config.tensor_model_parallel_size, ITEMSIZE[config.dtype])
     if config.kv_cache_tokens is not None:
         return ServerBytes(weights, token, config.kv_cache_tokens)
@@ -56,12 +65,18 @@ def server_bytes(
     return ServerBytes(weights, token, tokens)
 
 
-def weight_bytes(shape: ModelShape, tp_size: int, itemsize: int) -> int:
-    """The bytes of a server rank's weights: its part of them, but norms, routers and latent down projections whole."""
+def weight_bytes(shape: ModelShape, tp_size: int, itemsize: int, *, whole_shared_experts: bool = False) -> int:
+    """The bytes of a server rank's weights: its part of them, but norms, routers and latent down projections whole.
+
+    Of routed experts it is the same part, whether a rank has some of them or some of the width of each.
+    """
     num_bytes = 0
     for param, count in counted_params(shape):
-        sizes = [prod(size) for size in param.hf_shapes(shape).values()]
-        if param.kind == "qkv" and tp_size > shape.num_kv_heads:
+        shapes = param.hf_shapes(shape)
+        sizes = [prod(size) for size in shapes.values()]
+        if whole_shared_experts and any(SHARED_EXPERTS in name for name in shapes):
+            numbers = sum(sizes)
+        elif param.kind == "qkv" and tp_size > shape.num_kv_heads:
             # A rank has one key and value head at least.
             query, *others = sizes
             numbers = query // tp_size + sum(size // shape.num_kv_heads for size in others)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from scalerl.servers.purpose import Purpose
 
@@ -16,12 +17,14 @@ class Replica:
     """The address of a rollout server.  engine: name of its engine (`engines.ENGINES`).
 
     tp_size: its ranks, each of which takes a copy of each bucket.  key: the key that its clients must have.
+    engine_kwargs: of its configuration; its checksums depend on them.
     """
 
     url: str
     engine: str
     tp_size: int
     key: str = field(repr=False)
+    engine_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
 
 
 @dataclass(frozen=True)

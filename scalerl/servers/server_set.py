@@ -175,7 +175,8 @@ class ServerSet:
         """
         started = values_of(f"{self.purpose.who} start", self.starting, self.timeout_s)
         tp_size = ENGINES[self.config.name].num_ranks(self.config.tensor_model_parallel_size)
-        self.replicas = [Replica(url, self.config.name, tp_size, key) for url, key in started]
+        kwargs = self.config.engine_kwargs
+        self.replicas = [Replica(url, self.config.name, tp_size, key, kwargs) for url, key in started]
         self.control = ServerControl(self.clients, self.replicas)
         if small := list(small_caches(self.control, range(len(self.replicas)), self.config.kv_cache_tokens)):
             raise ServerStartError("\n".join(small))

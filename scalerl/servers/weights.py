@@ -156,9 +156,11 @@ def expected_checksums(
     tp_size: int,
     engine: str,
     dtype: torch.dtype | None = None,
+    *,
+    engine_kwargs: Mapping[str, Any] | None = None,
 ) -> list[dict[str, str]]:
     """The expected checksums (`Engine.expected_checksums`) of all tensors of a model, per engine rank."""
-    expected = ENGINES[engine].expected_checksums(model_config, tp_size, dtype)
+    expected = ENGINES[engine].expected_checksums(model_config, tp_size, dtype, engine_kwargs=engine_kwargs)
     expected.add(named_tensors)
     return expected.result()
 

@@ -47,13 +47,15 @@ def model_b(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_server(
-    model_path: Path, log_path: Path, port: int, device: str, synced: bool = False, num_gpus: int = 1
+    model_path: Path, log_path: Path, port: int, device: str, synced: bool = False, num_gpus: int = 1, **own: Any
 ) -> RolloutServer:
+    """own: SGLang's own arguments (`engine_kwargs`)."""
     rollout = RolloutConfig(
         dtype="bfloat16",
         max_num_seqs=16,
         gpu_memory_utilization=MEMORY_UTILIZATION,
         tensor_model_parallel_size=num_gpus,
+        engine_kwargs={"sglang": own},
     )
     gpu_ids = list(range(num_gpus)) if device == "cuda" else None
     launch = Launch(
@@ -75,9 +77,13 @@ def start_server(tmp_path: Path) -> Iterator[Callable[[Path], RolloutClient]]:
     """A server on the first GPUs with that model, and its client."""
     started: list[RolloutServer] = []
 
-    def start(model_path: Path, device: str = "cuda", synced: bool = False, num_gpus: int = 1) -> RolloutClient:
+    def start(
+        model_path: Path, device: str = "cuda", synced: bool = False, num_gpus: int = 1, **own: Any
+    ) -> RolloutClient:
         log_path = tmp_path / f"sglang-{len(started)}.log"
-        server = start_on_free_port(lambda port: make_server(model_path, log_path, port, device, synced, num_gpus))
+        server = start_on_free_port(
+            lambda port: make_server(model_path, log_path, port, device, synced, num_gpus, **own)
+        )
         started.append(server)
         return RolloutClient(server.url, "sglang", key=server.key, max_model_len=MAX_MODEL_LEN, timeout_s=300.0)
 

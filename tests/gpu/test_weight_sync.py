@@ -1,12 +1,16 @@
 """Trainer weights, of dense models and of mixtures, reach a real SGLang server by CUDA IPC; its checksums prove it.
 
-NOT RUN YET on a GPU: written from the sources of sglang 0.5.21 on a machine without one.
+    python -m pytest tests/gpu/test_weight_sync.py -q
+
+NOT RUN YET on a GPU: written from the sources of sglang 0.5.21 on a machine without one. Experts shared over ranks need
+two GPUs.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from scalerl.servers.client import GenerateOutput, RolloutClient
 from tests.gpu.conftest import MAX_MODEL_LEN, MIXTURE, PROMPTS, generate, make_gpu_model
-from tests.gpu.isolated import run_isolated
+from tests.gpu.isolated import run_isolated_ranks
 
 # Several buckets, the largest tensor (the embedding, 32 MiB) in one of its own.
 BUCKET_BYTES = 8 * 2**20
@@ -24,8 +28,13 @@ BUCKET_BYTES = 8 * 2**20
 LOGPROB_BOUND = 0.15
 
 
-def sync_then_move_on(model_path: str, url: str, key: str, dtype: str, changed: str) -> dict[str, Any]:
-    """Runs alone in a process: syncs an engine's weights, then changes them and asks whether the checksums notice."""
+def sync_then_move_on(
+    model_path: str, url: str, key: str, dtype: str, changed: str, own: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Runs on each rank: syncs an engine's weights, then changes them; the first asks whether the checksums notice.
+
+    The server has as many ranks.  own: its own arguments.
+    """
     from scalerl.config.schema import MegatronConfig
     from scalerl.hybrid.weight_sync import WeightSync
     from scalerl.parallel import platform
@@ -34,12 +43,13 @@ def sync_then_move_on(model_path: str, url: str, key: str, dtype: str, changed: 
     from scalerl.servers.replica import Replica
     from scalerl.servers.weights import checksum_differences, expected_checksums
 
-    groups = initialize(Layout(1), backend=platform.backend(), timeout_s=120, seed=1)
+    num_ranks, kwargs = int(os.environ["WORLD_SIZE"]), {"sglang": own}
+    groups = initialize(Layout(num_ranks), backend=platform.backend(), timeout_s=120, seed=1)
     engine = MegatronEngine(model_path, MegatronConfig(dtype=dtype), groups, optim=None)
     config = json.loads((Path(model_path) / "config.json").read_text())
     sync = WeightSync(
         engine,
-        [Replica(url, "sglang", 1, key)],
+        [Replica(url, "sglang", num_ranks, key, kwargs)],
         config,
         bucket_bytes=BUCKET_BYTES,
         max_model_len=MAX_MODEL_LEN,
@@ -51,7 +61,9 @@ def sync_then_move_on(model_path: str, url: str, key: str, dtype: str, changed: 
         dict(engine.chunks[0].named_parameters())[changed].view(-1)[0] += 1.0
     stream = [named for bucket in engine.export_buckets(BUCKET_BYTES) for named in bucket]
     devices = {tensor.device.type for _, tensor in stream}
-    expected = expected_checksums(stream, config, 1, "sglang")
+    if url not in sync.clients:
+        return report
+    expected = expected_checksums(stream, config, num_ranks, "sglang", engine_kwargs=kwargs)
     return report | {"devices": devices, "wrong": checksum_differences(expected, sync.clients[url].checksums())}
 
 
@@ -81,12 +93,19 @@ def check_sync(
     changed: str = "decoder.layers.1.mlp.linear_fc2.weight",
     named: str = "layers.1.mlp.down_proj",
     quantile: float = 1.0,
+    num_ranks: int = 1,
+    own: Mapping[str, Any] | None = None,
 ) -> None:
-    """changed: a parameter of the trainer's.  named: what the server has it in.  quantile: as `logprob_difference`."""
+    """changed: a parameter of the trainer's.  named: what the server has it in.  quantile: as `logprob_difference`.
+
+    num_ranks: of the trainer and of the server, side by side on as many GPUs.  own: the server's own arguments.
+    """
     assert logprob_difference(model_a, generate(client), quantile) < LOGPROB_BOUND
     assert logprob_difference(model_b, generate(client), quantile) > 3 * LOGPROB_BOUND
 
-    report = run_isolated(sync_then_move_on, str(model_b), client.url, client.key, dtype, changed, device=device)
+    report, *_ = run_isolated_ranks(
+        num_ranks, sync_then_move_on, str(model_b), client.url, client.key, dtype, changed, own or {}, device=device
+    )
 
     assert report["devices"] == {device}
     assert report["num_bytes"] > 2 * BUCKET_BYTES
@@ -117,3 +136,28 @@ def test_a_server_of_a_mixture_serves_the_trainers_weights(
     client = start_server(models[0], synced=True)
     named = f"layers.1.{named}"
     check_sync(client, *models, device="cuda", dtype="bfloat16", changed=changed, named=named, quantile=0.5)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="experts are shared over two GPUs")
+@pytest.mark.parametrize(("family", "own"), [
+    ("qwen3_moe", {"ep_size": 2}),
+    ("mixtral", {"ep_size": 2}),
+    ("qwen3_moe", {"moe_a2a_backend": "deepep"}),
+])  # fmt: skip
+def test_a_server_whose_ranks_share_experts_serves_the_trainers_weights(
+    start_server: Callable[..., RolloutClient], tmp_path: Path, family: str, own: dict[str, Any]
+) -> None:
+    """Each GPU has half of the experts; the changed number is the first expert's, on the first."""
+    models = [make_gpu_model(tmp_path / str(seed), seed, family, **MIXTURE) for seed in (0, 1)]
+    block = "block_sparse_moe" if family == "mixtral" else "mlp"
+    check_sync(
+        start_server(models[0], synced=True, num_gpus=2, **own),
+        *models,
+        device="cuda",
+        dtype="bfloat16",
+        changed="decoder.layers.1.mlp.experts.linear_fc2.weight",
+        named=f"rank 0 model.layers.1.{block}.experts.w2_weight",
+        quantile=0.5,
+        num_ranks=2,
+        own=own,
+    )

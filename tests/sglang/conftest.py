@@ -50,9 +50,13 @@ def rollout_config(kind: str, tp_size: int = 1) -> RolloutConfig:
 
 
 def make_server(
-    kind: str, model_path: Path, log_path: Path, port: int, tp_size: int = 1, synced: bool = False
+    kind: str, model_path: Path, log_path: Path, port: int, tp_size: int = 1, synced: bool = False, **own: Any
 ) -> RolloutServer:
-    launch = Launch(str(model_path), rollout_config(kind, tp_size), "cpu", MAX_MODEL_LEN, port=port, synced=synced)
+    """own: the engine's own arguments (`engine_kwargs`)."""
+    config = rollout_config(kind, tp_size)
+    kwargs = config.engine_kwargs
+    config = replace(config, engine_kwargs=kwargs | {kind: kwargs.get(kind, {}) | own})
+    launch = Launch(str(model_path), config, "cpu", MAX_MODEL_LEN, port=port, synced=synced)
     command, env = ENGINES[kind].command(launch)
     # One in 64 keys begins with a dash, which a parser of arguments takes for the next option.
     key = f"-{new_key()}"
@@ -158,9 +162,9 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def start_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engine]:
     """They end with the last test of this folder."""
 
-    def start(kind: str, model_path: Path, tp_size: int = 1, synced: bool = False) -> Engine:
+    def start(kind: str, model_path: Path, tp_size: int = 1, synced: bool = False, **own: Any) -> Engine:
         log_path = tmp_path_factory.mktemp("log") / f"{kind}.log"
-        server = start_on_free_port(lambda port: make_server(kind, model_path, log_path, port, tp_size, synced))
+        server = start_on_free_port(lambda port: make_server(kind, model_path, log_path, port, tp_size, synced, **own))
         _started.append(server)
         client = RolloutClient(
             server.url, kind, key=server.key, max_model_len=MAX_MODEL_LEN, timeout_s=120.0, max_concurrency=16

@@ -89,10 +89,13 @@ class Engine(SharedProtocol, ABC):
         tp_size: int,
         dtype: torch.dtype | None = None,
         ranks: Collection[int] | None = None,
+        *,
+        engine_kwargs: Mapping[str, Any] | None = None,
     ) -> ExpectedChecksums:
         """The checksums that `RolloutClient.checksums` must return once a stream of tensors is loaded.
 
         model_config: the model's config.json.  dtype, ranks: as `ExpectedChecksums`.
+        engine_kwargs: that of the server's configuration; None: without arguments of its own.
         """
 
     # --- before anything starts ---

@@ -59,6 +59,8 @@ class EmbeddedEngine(Engine):
         tp_size: int,
         dtype: torch.dtype | None = None,
         ranks: Collection[int] | None = None,
+        *,
+        engine_kwargs: Mapping[str, Any] | None = None,
     ) -> ExpectedChecksums:
         from scalerl.servers.checksums import AsSent, ExpectedChecksums
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from scalerl.servers.engines.base import Command, Engine, Launch
 from scalerl.servers.engines.protocol import FLATTENED, CacheSize, Call
 from scalerl.servers.requests import GenerateRequest
 from scalerl.servers.sglang.cpu_shim import shim_environment
+from scalerl.servers.sglang.expert_parallel import RUNNER, expert_parallel, plain_runner, unknown_places
 from scalerl.servers.sglang.plugin import ATTENTION_BACKEND, PLUGIN
 
 if TYPE_CHECKING:
@@ -48,15 +50,11 @@ MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3")
 LATENT = ("deepseek_v3",)
 # Keys without which SGLang does not start; DeepSeek's own config.json has them, one that transformers writes does not.
 LATENT_CONFIG = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-# With what SGLang on a GPU keeps experts as they are loaded, so that their checksums are known: other kernels reorder
-# their rows, and so does Triton's with the activation fused in.
-PLAIN_EXPERTS = {"moe_runner_backend": "triton"}
+# With what SGLang on a GPU keeps experts as they are loaded, so that their checksums are known, beside the kernels of
+# `plain_runner`: Triton's with the activation fused in reorder their rows.
 PLAIN_EXPERTS_ENVIRONMENT = {"SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0"}
 # On a GPU SGLang may put DeepSeek-V3's shared experts among the routed ones.
 SHARED_EXPERTS_APART = {"disable_shared_experts_fusion": True}
-# Prefixes of its arguments that decide which rank stores which expert or which head of a mixture, and how.
-EXPERT_ARGUMENTS = ("ep_", "expert_", "moe_", "enable_eplb", "quantization", "enable_dp_", "dp_size")
-EXPERT_ARGUMENTS += ("disable_shared_experts", "enforce_shared_experts")
 
 
 class SGLangEngine(Engine):
@@ -104,7 +102,8 @@ class SGLangEngine(Engine):
             arguments["mem_fraction_static"] = _memory_fraction(config)
             arguments["enable_memory_saver"] = launch.releases_memory
             if launch.synced and (family := _checked_mixture(config, launch.model_path)) is not None:
-                arguments |= PLAIN_EXPERTS | (SHARED_EXPERTS_APART if family in LATENT else {})
+                arguments |= SHARED_EXPERTS_APART if family in LATENT else {}
+                arguments[RUNNER] = plain_runner(_own_arguments(config.engine_kwargs))
                 env |= PLAIN_EXPERTS_ENVIRONMENT
             if launch.gpu_ids is not None:
                 env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in launch.gpu_ids)
@@ -125,7 +124,7 @@ class SGLangEngine(Engine):
             arguments["json_model_override_args"] = json.dumps(changes)
         if config.kv_cache_tokens is not None:
             arguments["max_total_tokens"] = config.kv_cache_tokens
-        arguments |= {key.replace("-", "_"): value for key, value in _own_arguments(config).items()}
+        arguments |= {key.replace("-", "_"): value for key, value in _own_arguments(config.engine_kwargs).items()}
         if on_cpu:
             # Added to the user's loaders.
             arguments["custom_weight_loader"] = [*(arguments.get("custom_weight_loader") or []), MAPPED_LOADER]
@@ -176,11 +175,14 @@ class SGLangEngine(Engine):
         tp_size: int,
         dtype: torch.dtype | None = None,
         ranks: Collection[int] | None = None,
+        *,
+        engine_kwargs: Mapping[str, Any] | None = None,
     ) -> ExpectedChecksums:
         from scalerl.servers.checksums import ExpectedChecksums
         from scalerl.servers.sglang.placement import SGLangPlacement
 
-        return ExpectedChecksums(SGLangPlacement(model_config, tp_size), dtype, ranks)
+        experts = expert_parallel(_own_arguments(engine_kwargs or {}), tp_size)
+        return ExpectedChecksums(SGLangPlacement(model_config, tp_size, experts), dtype, ranks)
 
     def trained_model_violations(
         self, config: ServerConfig, shape: ModelShape, *, section: str, device: str, verify_weights_every: int
@@ -194,7 +196,7 @@ class SGLangEngine(Engine):
                 f"{divisors_text(kv_heads)}, or {section}.verify_weights_every=0"
             )
         if shape.num_experts:
-            yield from _mixture_violations(config, shape, section, verify_weights_every)
+            yield from _mixture_violations(config, shape, section, device, verify_weights_every)
 
     def served_model_violations(self, path: str | Path, key: str, tp_size: int) -> Iterator[str]:
         try:
@@ -209,8 +211,8 @@ class SGLangEngine(Engine):
             yield from server_violations(key, tp_size, {"attention heads": heads}, kv_heads)
 
 
-def _own_arguments(config: ServerConfig) -> dict[str, Any]:
-    return config.engine_kwargs.get(SGLangEngine.name) or {}
+def _own_arguments(engine_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return engine_kwargs.get(SGLangEngine.name) or {}
 
 
 def _latent_changes(model_path: str, on_cpu: bool) -> dict[str, Any]:
@@ -248,7 +250,7 @@ def _checked_mixture(config: ServerConfig, model_path: str) -> str | None:
 
 
 def _mixture_violations(
-    config: ServerConfig, shape: ModelShape, section: str, verify_weights_every: int
+    config: ServerConfig, shape: ModelShape, section: str, device: str, verify_weights_every: int
 ) -> Iterator[str]:
     if shape.model_type == "qwen3_moe" and not all(shape.moe_layers):
         dense = [layer for layer, is_mixture in enumerate(shape.moe_layers) if not is_mixture]
@@ -257,6 +259,8 @@ def _mixture_violations(
             f"has none in layers {', '.join(map(str, dense[:5]))}{'...' if len(dense) > 5 else ''} (mlp_only_layers, "
             "decoder_sparse_step); it would sample from random weights. Set it to embedded"
         )
+    own = _own_arguments(config.engine_kwargs)
+    yield from _expert_parallel_violations(own, config.tensor_model_parallel_size, shape, section, device)
     if not verify_weights_every:
         return
     key = f"{section}.verify_weights_every = {verify_weights_every}: the checksums of an SGLang"
@@ -265,11 +269,31 @@ def _mixture_violations(
             f"{key} server are not known for a {shape.model_type} model (known: dense models and "
             f"{', '.join(MIXTURES)}); set it to 0"
         )
-    moved = sorted(name for name in _own_arguments(config) if name.startswith(EXPERT_ARGUMENTS))
-    if moved:
+    for argument, effect in unknown_places(own, shape.model_type):
         yield (
-            f"{key} server are not known with engine_kwargs.sglang.{moved[0]}, which moves experts or their weights; "
-            "leave it out, or set it to 0"
+            f"{key} server are not known with engine_kwargs.sglang.{argument}, which {effect}; leave it out, or set "
+            "verify_weights_every to 0"
+        )
+
+
+def _expert_parallel_violations(
+    own: Mapping[str, Any], tp_size: int, shape: ModelShape, section: str, device: str
+) -> Iterator[str]:
+    try:
+        ep_size = expert_parallel(own, tp_size).ep_size
+    except ValueError as error:
+        yield f"{section}.{error}"
+        return
+    if ep_size > 1 and device == "cpu":
+        yield (
+            f"{section}.engine_kwargs.sglang: SGLang computes on a CPU only with all experts on every rank, not with "
+            f"{ep_size} ranges of them (ep_size, moe_a2a_backend); leave it out"
+        )
+    elif tp_size % ep_size or shape.num_experts % ep_size:
+        yield (
+            f"{section}.engine_kwargs.sglang: {ep_size} ranges of experts (ep_size, or with moe_a2a_backend=deepep one "
+            f"for each rank) do not divide the server's {tp_size} ranks (tensor_model_parallel_size) and the model's "
+            f"{shape.num_experts} experts; set ep_size to one of {divisors_text(math.gcd(tp_size, shape.num_experts))}"
         )
 
 

@@ -1,7 +1,8 @@
 """Places where SGLang stores the tensors of a model, dense or one of the mixtures in `engines.sglang.MIXTURES`.
 
-q, k, v and gate, up are fused, and all experts of a layer are in two tensors; heads, MLP widths and vocabulary are
-divided over its ranks. Of latent attention (DeepSeek-V3) the two down projections are fused, whole on every rank.
+q, k, v and gate, up are fused, and a rank's experts of a layer are in two tensors; heads, MLP widths and vocabulary are
+divided over its ranks, experts too with expert parallelism. Of latent attention (DeepSeek-V3) the two down projections
+are fused, whole on every rank.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from scalerl.families import FAMILIES
 from scalerl.servers.checksums import TensorPlace
 from scalerl.servers.engines.sglang import LATENT, MIXTURES
+from scalerl.servers.sglang.expert_parallel import ExpertParallel
 
 # sglang.srt.layers.vocab_parallel_embedding.DEFAULT_VOCAB_PADDING_SIZE
 VOCAB_PADDING = 64
@@ -32,7 +34,7 @@ FUSED = {
 }
 LATENT_FUSED = {"q_a_proj": ("fused_qkv_a_proj_with_mqa", 0), "kv_a_proj_with_mqa": ("fused_qkv_a_proj_with_mqa", 1)}
 NUM_PARTS = {"qkv_proj": 3, "gate_up_proj": 2, "fused_qkv_a_proj_with_mqa": 2}
-# For an expert's gate, up and down matrix: (SGLang's tensor of all experts, position, positions per expert)
+# For an expert's gate, up and down matrix: (SGLang's tensor of a rank's experts, position, positions per expert)
 EXPERT_PLACES = (("w13_weight", 0, 2), ("w13_weight", 1, 2), ("w2_weight", 0, 1))
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Of a router; SGLang stores it in float32 whatever the model's dtype.
@@ -45,9 +47,14 @@ _EXPERT_NAME = re.compile(r"^(?P<prefix>.*\.experts\.)(?P<expert>\d+)\.(?P<part>
 class SGLangPlacement:
     """The `checksums.Placement` of an SGLang server."""
 
-    def __init__(self, model_config: Mapping[str, Any], num_ranks: int) -> None:
-        """Reads the placement from model_config, the model's config.json."""
-        self._config, self.num_ranks = model_config, num_ranks
+    def __init__(
+        self, model_config: Mapping[str, Any], num_ranks: int, experts: ExpertParallel | None = None
+    ) -> None:
+        """Reads the placement from model_config, the model's config.json.
+
+        experts: how the ranks share them; None: every rank has a part of each.
+        """
+        self._config, self.num_ranks, self._experts = model_config, num_ranks, experts or ExpertParallel()
         family = FAMILIES.get(str(model_config.get("model_type")))
         names = family.expert_names if family else ()
         # Places by the last part of the name.
@@ -59,39 +66,50 @@ class SGLangPlacement:
     def parts(self, name: str, tensor: Tensor, ranks: Sequence[int]) -> Iterator[tuple[int, TensorPlace, Tensor]]:
         if self._config.get("tie_word_embeddings") and name == "lm_head.weight":
             return
+        expert = _EXPERT_NAME.match(name)
+        if expert is not None and expert["part"] in self._expert_parts:
+            yield from self._parts_of_expert(expert, tensor, ranks)
+            return
         place, cut = self._place(name)
         for rank in ranks:
             yield rank, place, self._shard(cut, tensor, rank)
 
+    def _parts_of_expert(
+        self, name: re.Match[str], tensor: Tensor, ranks: Sequence[int]
+    ) -> Iterator[tuple[int, TensorPlace, Tensor]]:
+        """As `parts`; the ranks that have the expert are neighbours, which divide its width."""
+        fused, position, per_expert = self._expert_parts[name["part"]]
+        num_local, num_parts = self._num_experts // self._experts.ep_size, self.num_ranks // self._experts.ep_size
+        owner, number = divmod(int(name["expert"]), num_local)
+        place = TensorPlace(name["prefix"] + fused, number * per_expert + position, num_local * per_expert)
+        for rank in ranks:
+            ep_rank, part = divmod(rank, num_parts)
+            if ep_rank == owner:
+                yield rank, place, self._width_shard(tensor, 1 if fused == "w2_weight" else 0, part, num_parts)
+
     def _place(self, name: str) -> tuple[TensorPlace, str]:
-        """The place of a tensor, and how it is divided over the ranks (see `_shard`)."""
-        expert = _EXPERT_NAME.match(name)
-        if expert is not None and expert["part"] in self._expert_parts:
-            tensor, position, per_expert = self._expert_parts[expert["part"]]
-            place = TensorPlace(
-                expert["prefix"] + tensor,
-                int(expert["expert"]) * per_expert + position,
-                self._num_experts * per_expert,
-            )
-            return place, "width_columns" if tensor == "w2_weight" else "width_rows"
+        """The place of a tensor that is no expert's, and how it is divided over the ranks (see `_shard`)."""
         match = _NAME.match(name)
         is_latent = self._config.get("model_type") in LATENT
-        if match is None or expert is not None or (match["leaf"] == ROUTER_BIAS and not is_latent):
+        is_expert = _EXPERT_NAME.match(name) is not None
+        if match is None or is_expert or (match["leaf"] == ROUTER_BIAS and not is_latent):
             raise ValueError(
                 f"expected checksums: no rule for the parameter {name!r} (dense models and {', '.join(MIXTURES)})"
             )
         module, leaf = match["module"], match["leaf"]
+        is_whole = self._experts.whole_shared_experts and match["prefix"].endswith(".shared_experts.")
+        rows, columns = ("whole", "whole") if is_whole else ("width_rows", "width_columns")
         fused_modules = self._latent_fused if is_latent else FUSED
         if module in fused_modules:
             fused, position = fused_modules[module]
             place = TensorPlace(f"{match['prefix']}{fused}.{leaf}", position, NUM_PARTS[fused])
             cuts = {"q_proj": "rows", "k_proj": "kv_rows", "v_proj": "kv_rows"}
-            return place, "whole" if module in LATENT_FUSED else cuts.get(module, "width_rows")
+            return place, "whole" if module in LATENT_FUSED else cuts.get(module, rows)
         cuts = {"embed_tokens": "vocab", "lm_head": "vocab"}
         if is_latent:
             cuts |= dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj"), "rows")
         if leaf == "weight":
-            cuts |= {"o_proj": "columns", "down_proj": "width_columns"}
+            cuts |= {"o_proj": "columns", "down_proj": columns}
         return TensorPlace(name), cuts.get(module, "whole")
 
     @property
@@ -119,7 +137,7 @@ class SGLangPlacement:
         if cut == "kv_rows":
             return self._kv_shard(tensor, rank)
         if cut.startswith("width"):
-            return self._width_shard(tensor, 1 if cut == "width_columns" else 0, rank)
+            return self._width_shard(tensor, 1 if cut == "width_columns" else 0, rank, self.num_ranks)
         return _slice(tensor, 1 if cut == "columns" else 0, rank, self.num_ranks)
 
     def _vocab_shard(self, tensor: Tensor, rank: int) -> Tensor:
@@ -131,12 +149,15 @@ class SGLangPlacement:
             padded = -(-vocab_size // padding) * padding
         return _padded_slice(tensor, 0, rank, padded // self.num_ranks)
 
-    def _width_shard(self, tensor: Tensor, dim: int, rank: int) -> Tensor:
-        """A rank's part of an MLP's inner width, which SGLang pads with zeros at its end on a CPU."""
+    def _width_shard(self, tensor: Tensor, dim: int, index: int, count: int) -> Tensor:
+        """A part of an MLP's inner width, one of `count`.
+
+        On a CPU SGLang pads it with zeros at its end to a multiple for all ranks, however many have a part of it.
+        """
         if tensor.is_cuda:
-            return _slice(tensor, dim, rank, self.num_ranks)
+            return _slice(tensor, dim, index, count)
         padding = CPU_WIDTH_PADDING * self.num_ranks
-        return _padded_slice(tensor, dim, rank, -(-tensor.shape[dim] // padding) * CPU_WIDTH_PADDING)
+        return _padded_slice(tensor, dim, index, -(-tensor.shape[dim] // padding) * padding // count)
 
     def _kv_shard(self, tensor: Tensor, rank: int) -> Tensor:
         """A rank's key-value heads; with more ranks than heads each is on several ranks (GPU; on a CPU SGLang pads)."""

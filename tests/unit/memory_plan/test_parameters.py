@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from scalerl.config.schema import RolloutConfig
 from scalerl.families import ModelShape
 from scalerl.memory_plan.parameters import checkpoint_bytes, model_bytes, num_parameters, stage_parameters
-from scalerl.memory_plan.servers import kv_token_bytes, weight_bytes
+from scalerl.memory_plan.servers import kv_token_bytes, server_bytes, weight_bytes
 from scalerl.parallel.layout import Layout
 from tests.model_configs import CONFIGS, meta_model, read_config
 
@@ -87,6 +88,18 @@ def test_a_server_by_hand() -> None:
     assert weight_bytes(dense, 1, 2) == model_bytes(dense, 2)
     assert weight_bytes(dense, 8, 2) == pytest.approx(model_bytes(dense, 2) / 8, rel=0.001)
     assert weight_bytes(dense, 16, 2) > model_bytes(dense, 2) / 16
+
+
+def test_a_server_with_deepep_has_shared_experts_whole_on_every_rank() -> None:
+    """DeepSeek-V3: 58 layers x 3 matrices x 7168 x 2048 x 2 B, and an eighth of them without."""
+    shape = shape_of("deepseek-v3")
+
+    def weights(**own: Any) -> int:
+        config = RolloutConfig(tensor_model_parallel_size=8, kv_cache_tokens=1, engine_kwargs={"sglang": own})
+        return server_bytes(shape, config, None).weights
+
+    assert weights(ep_size=8) == weights() == weight_bytes(shape, 8, 2)
+    assert weights(moe_a2a_backend="deepep") - weights() == 58 * 3 * 7168 * 2048 * 2 * 7 // 8
 
 
 def test_the_meta_model_has_no_memory() -> None:

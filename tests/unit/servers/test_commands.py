@@ -19,8 +19,9 @@ from scalerl.families import ModelShape
 from scalerl.memory_plan.servers import server_bytes
 from scalerl.servers.context_length import check_context_length
 from scalerl.servers.engines import ENGINES, Command, Launch
-from scalerl.servers.engines.sglang import CONTEXT_SLACK, MIXTURES, PLAIN_EXPERTS, PLAIN_EXPERTS_ENVIRONMENT
+from scalerl.servers.engines.sglang import CONTEXT_SLACK, MIXTURES, PLAIN_EXPERTS_ENVIRONMENT
 from scalerl.servers.sglang.cpu_shim import SHIM_DIR, shim_environment
+from scalerl.servers.sglang.expert_parallel import PLAIN_RUNNERS
 from scalerl.servers.sglang.plugin import ATTENTION_BACKEND, PLUGIN, register
 from tests.lanes import full
 from tests.model_configs import read_config
@@ -134,48 +135,51 @@ def test_what_sglang_needs_of_a_latent_models_config_is_given_where_it_is_absent
 
 def test_a_gpu_server_whose_experts_are_checked_keeps_them_as_they_are_loaded(tmp_path: Path) -> None:
     def started(
-        model_type: str, device: str = "cuda", synced: bool = True, every: int = 10
-    ) -> tuple[bool, str | None, bool]:
+        model_type: str, device: str = "cuda", synced: bool = True, every: int = 10, **own: Any
+    ) -> tuple[str | None, str | None, bool]:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-        config = RolloutConfig(verify_weights_every=every)
+        config = RolloutConfig(verify_weights_every=every, engine_kwargs={"sglang": own})
         launch = Launch(str(tmp_path), config, device, 1024, port=4000, synced=synced)
         command, env = ENGINES["sglang"].command(launch)
-        pinned = "--moe-runner-backend" in command and value_of(command, "--moe-runner-backend") == "triton"
+        pinned = value_of(command, "--moe-runner-backend") if "--moe-runner-backend" in command else None
         apart = "--disable-shared-experts-fusion" in command
         return pinned, env.get("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"), apart
 
     for family in MIXTURES:
-        assert started(family) == (True, "0", family == "deepseek_v3")
-    not_pinned = (False, None, False)
+        assert started(family) == ("triton", "0", family == "deepseek_v3")
+    assert started("qwen3_moe", moe_a2a_backend="deepep") == ("deep_gemm", "0", False)
+    not_pinned = (None, None, False)
     assert started("qwen3") == started("mixtral", device="cpu") == not_pinned
     assert started("mixtral", synced=False) == started("mixtral", every=0) == not_pinned
 
 
-# What SGLang does with the experts of a layer once they are loaded, as on a GPU; argument: the kernels of experts.
+# What SGLang does with the experts of a layer once they are loaded, as on a GPU; arguments: the kernels of experts.
 EXPERTS_ON_A_GPU = """
 import sys
 from types import SimpleNamespace
 import torch
 from sglang.srt.layers.quantization import unquant
+from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
+from sglang.srt.layers.moe.utils import MoeA2ABackend, MoeRunnerBackend
 unquant._is_cuda, unquant._is_cpu = True, False
-unquant.get_moe_a2a_backend = lambda: SimpleNamespace(is_none=lambda: True)
 unquant.get_lora = lambda: SimpleNamespace(enable_lora=False, lora_paths=None)
 unquant.get_exec = lambda: SimpleNamespace(moe=SimpleNamespace(enable_eplb=False))
-from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
-from sglang.srt.layers.moe.utils import MoeRunnerBackend
-method = unquant.UnquantizedFusedMoEMethod()
-config = MoeRunnerConfig(num_local_experts=2, activation="silu", is_gated=True)
-layer = torch.nn.Module()
-layer.moe_runner_config = config
-method.create_weights(layer, 2, 8, 4, torch.bfloat16)
-method._aiter_runner, method.runner = None, SimpleNamespace(runner_backend=MoeRunnerBackend(sys.argv[1]))
-loaded = {}
-for name, parameter in layer.named_parameters():
-    parameter.data.copy_(torch.randn(parameter.shape))
-    loaded[name] = parameter.data.clone()
-method.process_weights_after_loading(layer)
-for name, parameter in layer.named_parameters():
-    print(name, tuple(parameter.shape), torch.equal(parameter.data, loaded[name]))
+for runner, exchange in zip(sys.argv[1:], ("none", "deepep")):
+    unquant.get_moe_a2a_backend = lambda: MoeA2ABackend(exchange)
+    method = unquant.UnquantizedFusedMoEMethod(use_deep_gemm=runner == "deep_gemm")
+    config = MoeRunnerConfig(num_local_experts=2, activation="silu", is_gated=True)
+    layer = torch.nn.Module()
+    layer.moe_runner_config = config
+    layer.dispatcher = SimpleNamespace(set_quant_config=lambda config: None)
+    method.create_weights(layer, 2, 8, 4, torch.bfloat16)
+    method._aiter_runner, method.runner = None, SimpleNamespace(runner_backend=MoeRunnerBackend(runner))
+    loaded = {}
+    for name, parameter in layer.named_parameters():
+        parameter.data.copy_(torch.randn(parameter.shape))
+        loaded[name] = parameter.data.clone()
+    method.process_weights_after_loading(layer)
+    for name, parameter in layer.named_parameters():
+        print(runner, name, tuple(parameter.shape), torch.equal(parameter.data, loaded[name]))
 """
 
 
@@ -187,13 +191,15 @@ def test_sglang_leaves_checked_experts_as_they_are(fused: str) -> None:
     if fused == "1":
         environment |= dict.fromkeys(PLAIN_EXPERTS_ENVIRONMENT, fused)
     ran = subprocess.run(
-        [sys.executable, "-c", EXPERTS_ON_A_GPU, PLAIN_EXPERTS["moe_runner_backend"]],
+        [sys.executable, "-c", EXPERTS_ON_A_GPU, *PLAIN_RUNNERS],
         env=environment, capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.splitlines()[-2:] == [
-        f"w13_weight (2, 8, 8) {fused == '0'}",
-        "w2_weight (2, 8, 4) True",
+    assert ran.stdout.splitlines()[-4:] == [
+        f"triton w13_weight (2, 8, 8) {fused == '0'}",
+        "triton w2_weight (2, 8, 4) True",
+        "deep_gemm w13_weight (2, 8, 8) True",
+        "deep_gemm w2_weight (2, 8, 4) True",
     ]
 
 

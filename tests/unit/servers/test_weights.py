@@ -116,13 +116,13 @@ MIXTURE_NAMES = {
 }
 
 
-def mixture_tensors(family: str) -> dict[str, torch.Tensor]:
+def mixture_tensors(family: str, num_experts: int = 3, width: int = 64) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     prefix, gate, up, down = MIXTURE_NAMES[family]
-    shapes = {prefix + "gate.weight": (3, 8)}
-    for expert in range(3):
-        shapes |= {f"{prefix}experts.{expert}.{part}.weight": (64, 8) for part in (gate, up)}
-        shapes[f"{prefix}experts.{expert}.{down}.weight"] = (8, 64)
+    shapes = {prefix + "gate.weight": (num_experts, 8)}
+    for expert in range(num_experts):
+        shapes |= {f"{prefix}experts.{expert}.{part}.weight": (width, 8) for part in (gate, up)}
+        shapes[f"{prefix}experts.{expert}.{down}.weight"] = (8, width)
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
@@ -146,6 +146,71 @@ def test_the_experts_of_a_layer_are_two_parameters(family: str, order: str) -> N
             ),
             prefix + "experts.w2_weight": digest(np.stack([of(e, down)[columns] for e in range(3)])),
         }
+
+
+@pytest.mark.parametrize("order", ["forward", "backward"])
+@pytest.mark.parametrize("family", MIXTURE_CONFIG)
+def test_each_range_of_experts_is_on_ranks_of_its_own(family: str, order: str) -> None:
+    """Four experts in two ranges on four ranks, of a width that a CPU pads to 128: half of it is 64, then 36 and zeros."""
+    config = MIXTURE_CONFIG[family] | dict.fromkeys(("num_experts", "num_local_experts"), 4)
+    tensors = mixture_tensors(family, num_experts=4, width=100)
+    prefix, gate, up, down = MIXTURE_NAMES[family]
+    names = list(tensors) if order == "forward" else list(tensors)[::-1]
+    expected = ENGINES["sglang"].expected_checksums(config, 4, engine_kwargs={"sglang": {"ep_size": 2}})
+    for name in names:
+        expected.add([(name, tensors[name])])
+    of = lambda expert, part: tensors[f"{prefix}experts.{expert}.{part}.weight"].numpy()  # noqa: E731
+    tall, wide = np.zeros((28, 8), np.float32), np.zeros((8, 28), np.float32)
+    for rank, checksums in enumerate(expected.result()):
+        experts, half = ((0, 1), (2, 3))[rank // 2], rank % 2
+        rows = [np.split(np.concatenate([of(e, part), tall]), 2)[half] for e in experts for part in (gate, up)]
+        columns = [np.split(np.concatenate([of(e, down), wide], 1), 2, axis=1)[half] for e in experts]
+        assert checksums == {
+            prefix + "gate.weight": digest(tensors[prefix + "gate.weight"].numpy()),
+            prefix + "experts.w13_weight": digest(np.concatenate(rows)),
+            prefix + "experts.w2_weight": digest(np.stack(columns)),
+        }
+
+
+def test_with_deepep_every_rank_has_experts_of_its_own_and_shared_ones_whole() -> None:
+    """Unlike the other MLPs of the model."""
+    config = LATENT_CONFIG | {"n_routed_experts": 2}
+    generator, mlp, dense = torch.Generator().manual_seed(3), "model.layers.1.mlp.", LAYER + "mlp."
+    tensors = {
+        f"{prefix}{part}_proj.weight": torch.randn((8, 64) if part == "down" else (64, 8), generator=generator)
+        for prefix in (dense, mlp + "experts.0.", mlp + "experts.1.", mlp + "shared_experts.")
+        for part in ("gate", "up", "down")
+    }
+    kwargs = {"sglang": {"moe_a2a_backend": "deepep", "ep_size": 1}}
+    ranks = expected_checksums(tensors.items(), config, 2, "sglang", engine_kwargs=kwargs)
+    t = {name: tensor.numpy() for name, tensor in tensors.items()}
+    fused = lambda prefix: np.concatenate([t[prefix + "gate_proj.weight"], t[prefix + "up_proj.weight"]])  # noqa: E731
+    for rank, checksums in enumerate(ranks):
+        half = lambda part, dim=0, rank=rank: np.split(t[f"{dense}{part}_proj.weight"], 2, axis=dim)[rank]  # noqa: E731
+        arrays = {
+            mlp + "experts.w13_weight": fused(f"{mlp}experts.{rank}."),
+            mlp + "experts.w2_weight": t[f"{mlp}experts.{rank}.down_proj.weight"],
+            mlp + "shared_experts.gate_up_proj.weight": fused(mlp + "shared_experts."),
+            mlp + "shared_experts.down_proj.weight": t[mlp + "shared_experts.down_proj.weight"],
+            dense + "gate_up_proj.weight": np.concatenate([half("gate"), half("up")]),
+            dense + "down_proj.weight": half("down", 1),
+        }
+        assert checksums == {name: digest(array) for name, array in arrays.items()}
+
+
+def test_a_missing_expert_of_a_range_is_named() -> None:
+    """On the one rank that lacks it."""
+    config = MIXTURE_CONFIG["qwen3_moe"] | {"num_experts": 4}
+    tensors = mixture_tensors("qwen3_moe", num_experts=4)
+    del tensors[LAYER + "mlp.experts.3.down_proj.weight"]
+    for rank in range(2):
+        expected = ENGINES["sglang"].expected_checksums(config, 2, ranks=[rank], engine_kwargs={"sglang": {"ep": 2}})
+        expected.add(tensors.items())
+        if rank == 0:
+            assert len(expected.by_rank()[0]) == 3
+        else:
+            with pytest.raises(ValueError, match=r"experts\.w2_weight.*\[1\]"):
+                expected.by_rank()
 
 
 LATENT_CONFIG = CONFIG | {"model_type": "deepseek_v3", "n_routed_experts": 3, "q_lora_rank": 6, "kv_lora_rank": 5}

@@ -88,13 +88,32 @@ def violation(directory: Path, *arguments: Any) -> str:
 
 def test_checksums_of_sglang_are_refused_where_they_are_not_known(directory: Path) -> None:
     moves = (
-        ("qwen3_moe", "ep_size=1"),
+        ("qwen3_moe", "enable_eplb=true"),
         ("deepseek_v3_yarn", "disable_shared_experts_fusion=false"),
         ("mixtral", "dp_size=2"),
     )
     for family, own in moves:
         message = violation(directory, family, "sglang", 2, f"+actor_rollout_ref.rollout.engine_kwargs.sglang.{own}")
-        assert message.startswith(f"{VERIFY} = 2: ") and f"engine_kwargs.sglang.{own.partition('=')[0]}," in message
+        assert message.startswith(f"{VERIFY} = 2: ") and f"engine_kwargs.sglang.{own}, which " in message
+
+
+def test_experts_shared_over_ranks_are_checked_on_a_gpu_and_refused_on_a_cpu(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout = "actor_rollout_ref.rollout"
+    own = f"+{rollout}.engine_kwargs.sglang"
+    two = [f"{rollout}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"]
+    for argument in ("ep_size=2", "moe_a2a_backend=deepep"):
+        message = violation(directory, "qwen3_moe", "sglang", 0, f"{own}.{argument}", *two)
+        assert message.startswith(f"{rollout}.engine_kwargs.sglang: SGLang computes on a CPU only with all experts")
+    monkeypatch.setattr(preflight, "resolve_device", lambda device: {"auto": "cuda"}[device])
+    two.append("trainer.device=auto")
+    for argument in ("ep_size=2", "moe_a2a_backend=deepep"):
+        assert check_ppo(config(directory, "qwen3_moe", "sglang", 1, f"{own}.{argument}", *two)) is not None
+    message = violation(directory, "qwen3_moe", "sglang", 0, f"{own}.ep_size=3", *two)
+    assert message.startswith(f"{rollout}.engine_kwargs.sglang: 3 ranges of experts") and message.endswith(" of 1, 2")
+    message = violation(directory, "qwen3_moe", "sglang", 0, f"{own}.ep_size=many", *two)
+    assert message.startswith(f"{rollout}.engine_kwargs.sglang.ep_size = many: ")
 
 
 def test_dense_layers_that_sglang_would_not_see_are_refused(directory: Path) -> None:
