@@ -55,27 +55,33 @@ def assert_samples_are_of(model: Model, engine: Engine, policy_version: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("config_keys", "tp_size"),
+    ("config_keys", "tp_size", "own"),
     [
-        pytest.param(YARN, 1, marks=pytest.mark.full),
-        (PLAIN, 1),
-        pytest.param(YARN, 2, marks=[TWO_CORES, pytest.mark.full]),
+        pytest.param(YARN, 1, {}, marks=pytest.mark.full),
+        (PLAIN, 1, {}),
+        pytest.param(YARN, 2, {}, marks=[TWO_CORES, pytest.mark.full]),
+        pytest.param(PLAIN, 2, {"ep_size": 2}, marks=[TWO_CORES, pytest.mark.full]),
     ],
-    ids=["yarn", "plain", "yarn-tp2"],
+    ids=["yarn", "plain", "yarn-tp2", "plain-ep2"],
 )
 def test_samples_checksums_and_what_sglang_drops(
-    start_engine: Callable[..., Engine], tmp_path: Path, config_keys: dict[str, Any], tp_size: int
+    start_engine: Callable[..., Engine],
+    tmp_path: Path,
+    config_keys: dict[str, Any],
+    tp_size: int,
+    own: dict[str, Any],
 ) -> None:
     """A down projection that comes in a bucket without the other is dropped without a word; the checksum names it."""
     old, new = (Model.load(make_model(tmp_path / str(seed), "deepseek_v3", seed, **config_keys)) for seed in (0, 1))
-    config, weights = new.hf.config.to_dict(), dict(new.weights())
-    engine = start_engine("sglang", old.path, tp_size=tp_size)
+    config, weights, kwargs = new.hf.config.to_dict(), dict(new.weights()), {"sglang": own}
+    engine = start_engine("sglang", old.path, tp_size=tp_size, **own)
     try:
         assert_samples_are_of(old, engine, 0)
         checksums = engine.client.checksums()
-        assert checksum_differences(expected_checksums(old.weights(), config, tp_size, "sglang"), checksums) == []
+        expected = expected_checksums(old.weights(), config, tp_size, "sglang", engine_kwargs=kwargs)
+        assert checksum_differences(expected, checksums) == []
         assert any("shared_experts.gate_up_proj" in name for name in checksums[0])
-        expected = expected_checksums(new.weights(), config, tp_size, "sglang")
+        expected = expected_checksums(new.weights(), config, tp_size, "sglang", engine_kwargs=kwargs)
 
         def differences_after(buckets: list[list[str]], version: int) -> list[str]:
             engine.client.begin_weight_update()

@@ -280,14 +280,15 @@ def _expert_parallel_violations(
     own: Mapping[str, Any], tp_size: int, shape: ModelShape, section: str, device: str
 ) -> Iterator[str]:
     try:
-        ep_size = expert_parallel(own, tp_size).ep_size
+        experts = expert_parallel(own, tp_size)
     except ValueError as error:
         yield f"{section}.{error}"
         return
-    if ep_size > 1 and device == "cpu":
+    ep_size = experts.ep_size
+    if experts.whole_shared_experts and device == "cpu":
         yield (
-            f"{section}.engine_kwargs.sglang: SGLang computes on a CPU only with all experts on every rank, not with "
-            f"{ep_size} ranges of them (ep_size, moe_a2a_backend); leave it out"
+            f"{section}.engine_kwargs.sglang.moe_a2a_backend = deepep: DeepEP runs on GPUs alone; leave it out, or set "
+            "ep_size"
         )
     elif tp_size % ep_size or shape.num_experts % ep_size:
         yield (

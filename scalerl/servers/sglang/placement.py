@@ -47,9 +47,7 @@ _EXPERT_NAME = re.compile(r"^(?P<prefix>.*\.experts\.)(?P<expert>\d+)\.(?P<part>
 class SGLangPlacement:
     """The `checksums.Placement` of an SGLang server."""
 
-    def __init__(
-        self, model_config: Mapping[str, Any], num_ranks: int, experts: ExpertParallel | None = None
-    ) -> None:
+    def __init__(self, model_config: Mapping[str, Any], num_ranks: int, experts: ExpertParallel | None = None) -> None:
         """Reads the placement from model_config, the model's config.json.
 
         experts: how the ranks share them; None: every rank has a part of each.

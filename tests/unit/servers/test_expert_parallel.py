@@ -91,7 +91,7 @@ def test_deepep_has_kernels_of_its_own() -> None:
 NUM_RANKS = 4
 SHARED_IN = ({}, {"ep_size": 2}, {"ep_size": 4}, {"moe_a2a_backend": "deepep"})
 # What SGLang's layer of experts has loaded on each rank, its arguments read by SGLang; arguments: a model's directory,
-# the number of ranks, and SGLang's own arguments, case by case, as JSON. Only the exchange itself is not there on a CPU.
+# the number of ranks, and SGLang's own arguments, case by case, as JSON. A CPU has no DeepEP for the layer's tokens.
 LOADED_BY_SGLANG = """
 import hashlib, json, sys
 import torch

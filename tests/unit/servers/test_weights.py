@@ -151,7 +151,7 @@ def test_the_experts_of_a_layer_are_two_parameters(family: str, order: str) -> N
 @pytest.mark.parametrize("order", ["forward", "backward"])
 @pytest.mark.parametrize("family", MIXTURE_CONFIG)
 def test_each_range_of_experts_is_on_ranks_of_its_own(family: str, order: str) -> None:
-    """Four experts in two ranges on four ranks, of a width that a CPU pads to 128: half of it is 64, then 36 and zeros."""
+    """Four in two ranges on four ranks, of a width that a CPU pads to 128: a half has 64 rows, one 36 and zeros."""
     config = MIXTURE_CONFIG[family] | dict.fromkeys(("num_experts", "num_local_experts"), 4)
     tensors = mixture_tensors(family, num_experts=4, width=100)
     prefix, gate, up, down = MIXTURE_NAMES[family]

@@ -97,15 +97,15 @@ def test_checksums_of_sglang_are_refused_where_they_are_not_known(directory: Pat
         assert message.startswith(f"{VERIFY} = 2: ") and f"engine_kwargs.sglang.{own}, which " in message
 
 
-def test_experts_shared_over_ranks_are_checked_on_a_gpu_and_refused_on_a_cpu(
+def test_experts_shared_over_ranks_are_checked_where_sglang_can_share_them(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rollout = "actor_rollout_ref.rollout"
     own = f"+{rollout}.engine_kwargs.sglang"
     two = [f"{rollout}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"]
-    for argument in ("ep_size=2", "moe_a2a_backend=deepep"):
-        message = violation(directory, "qwen3_moe", "sglang", 0, f"{own}.{argument}", *two)
-        assert message.startswith(f"{rollout}.engine_kwargs.sglang: SGLang computes on a CPU only with all experts")
+    assert check_ppo(config(directory, "qwen3_moe", "sglang", 1, f"{own}.ep_size=2", *two)) is not None
+    message = violation(directory, "qwen3_moe", "sglang", 0, f"{own}.moe_a2a_backend=deepep", *two)
+    assert message.startswith(f"{rollout}.engine_kwargs.sglang.moe_a2a_backend = deepep: DeepEP runs on GPUs alone")
     monkeypatch.setattr(preflight, "resolve_device", lambda device: {"auto": "cuda"}[device])
     two.append("trainer.device=auto")
     for argument in ("ep_size=2", "moe_a2a_backend=deepep"):
