@@ -21,7 +21,6 @@ from scalerl.hybrid.transports.create import make_transport
 from scalerl.parallel.engine import MegatronEngine
 from scalerl.parallel.export import largest_bytes
 from scalerl.servers.client import RolloutClient, RolloutError
-from scalerl.servers.engines import ENGINES
 from scalerl.servers.purpose import POLICY
 from scalerl.servers.replica import ClientSettings, Replica
 from scalerl.servers.weights import checksum_differences
@@ -157,13 +156,7 @@ class WeightSync:
     ) -> Delivery:
         feeds = [feed for feed in self.feeds if orders is None or feed.index in orders]
         expected = {
-            feed.index: ENGINES[feed.replica.engine].expected_checksums(
-                self.model_config,
-                feed.replica.tp_size,
-                self.dtype,
-                ranks,
-                engine_kwargs=feed.replica.engine_kwargs,
-            )
+            feed.index: feed.replica.expected_checksums(self.model_config, self.dtype, ranks)
             for feed in feeds
             if verify and (ranks := feed.engine_ranks(self.rank))
         }

@@ -9,7 +9,7 @@ from scalerl.byte_units import GIB
 from scalerl.config.schema import ServerConfig
 from scalerl.families import ModelShape
 from scalerl.memory_plan.parameters import FLOAT, ITEMSIZE, counted_params
-from scalerl.servers.sglang.expert_parallel import expert_parallel
+from scalerl.servers.engines import ENGINES
 
 # Assumed, of SGLang on a GPU: its CUDA context and communicators; captured graphs and the buffers of a prefill.
 CONTEXT_BYTES = 1 * GIB
@@ -48,12 +48,11 @@ def server_bytes(
     if that is null, those that gpu_memory_utilization leaves room for. That is a share of what is free once the
     server's process has its context, before it loads weights (SGLang's `measure_pre_model_load_memory`).
     """
-    experts = expert_parallel(config.engine_kwargs.get("sglang") or {}, config.tensor_model_parallel_size)
     weights = weight_bytes(
         shape,
         config.tensor_model_parallel_size,
         ITEMSIZE[config.dtype],
-        whole_shared_experts=config.name == "sglang" and experts.whole_shared_experts,
+        whole_shared_experts=ENGINES[config.name].has_whole_shared_experts(config),
     )
     token = kv_token_bytes(shape, config.tensor_model_parallel_size, ITEMSIZE[config.dtype])
     if config.kv_cache_tokens is not None:

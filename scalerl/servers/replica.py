@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from scalerl.servers.purpose import Purpose
 
 if TYPE_CHECKING:
+    import torch
+
+    from scalerl.servers.checksums import ExpectedChecksums
     from scalerl.servers.client import RolloutClient
 
 
@@ -17,7 +20,7 @@ class Replica:
     """The address of a rollout server.  engine: name of its engine (`engines.ENGINES`).
 
     tp_size: its ranks, each of which takes a copy of each bucket.  key: the key that its clients must have.
-    engine_kwargs: of its configuration; its checksums depend on them.
+    engine_kwargs: of its configuration.
     """
 
     url: str
@@ -25,6 +28,19 @@ class Replica:
     tp_size: int
     key: str = field(repr=False)
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
+
+    def expected_checksums(
+        self,
+        model_config: Mapping[str, Any],
+        dtype: torch.dtype | None = None,
+        ranks: Collection[int] | None = None,
+    ) -> ExpectedChecksums:
+        """What its server's checksums must be, as `Engine.expected_checksums`."""
+        from scalerl.servers.engines import ENGINES
+
+        return ENGINES[self.engine].expected_checksums(
+            model_config, self.tp_size, dtype, ranks, engine_kwargs=self.engine_kwargs
+        )
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,15 @@ import torch.distributed as dist
 
 from scalerl.hybrid.feed_groups import FeedGroups
 from scalerl.hybrid.feeds import feeds_of
-from scalerl.servers.engines import ENGINES
 from scalerl.servers.replica import Replica
 from scalerl.servers.weights import expected_checksums
 from tests.dist.launch import run_ranks
 
 CONFIG = {"model_type": "qwen3_moe", "vocab_size": 96, "num_attention_heads": 4, "num_experts": 2}
-# Ranks of each server. The last one has more than there are trainer ranks: one of these feeds two of them.
-SIZES = (1, 3, 4)
+# Ranks of each server. The last ones have more than there are trainer ranks: one of these feeds two of them.
+SIZES = (1, 3, 4, 4)
+# Of the last one, half of whose ranks have an expert each.
+KWARGS = ({}, {}, {}, {"sglang": {"ep_size": 2}})
 WORLD_SIZE = 3
 
 
@@ -33,14 +34,14 @@ def checksums_on_leads() -> dict[int, dict[int, dict[str, str]]]:
     dist.init_process_group("gloo")
     try:
         rank = dist.get_rank()
-        replicas = [Replica(str(index), "sglang", size, "key") for index, size in enumerate(SIZES)]
+        replicas = [Replica(str(i), "sglang", SIZES[i], "key", KWARGS[i]) for i in range(len(SIZES))]
         feeds = feeds_of("shared", replicas, WORLD_SIZE)
         groups, checksums_by_feed = FeedGroups(feeds), {}
         for feed in feeds:
             if rank not in feed.ranks:
                 continue
             mine = feed.engine_ranks(rank)
-            checksums = ENGINES["sglang"].expected_checksums(CONFIG, feed.replica.tp_size, ranks=mine)
+            checksums = feed.replica.expected_checksums(CONFIG, ranks=mine)
             checksums.add(tensors())
             assert list(checksums.by_rank()) == mine
             if gathered := groups.gather(feed, checksums.by_rank()):
@@ -55,8 +56,8 @@ def checksums_on_leads() -> dict[int, dict[int, dict[str, str]]]:
 def test_the_lead_has_the_checksums_of_every_engine_rank() -> None:
     ranks = run_ranks(WORLD_SIZE, checksums_on_leads)
     checksums_by_feed = {index: checksums for rank in ranks for index, checksums in rank.items()}
-    for index, size in enumerate(SIZES):
-        expected = expected_checksums(tensors(), CONFIG, size, "sglang")
+    for index, (size, kwargs) in enumerate(zip(SIZES, KWARGS, strict=True)):
+        expected = expected_checksums(tensors(), CONFIG, size, "sglang", engine_kwargs=kwargs)
         assert [checksums_by_feed[index][rank] for rank in range(size)] == expected
         # Of parts that differ from rank to rank.
         assert len({tuple(checksums.values()) for checksums in expected}) == size

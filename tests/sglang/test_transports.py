@@ -62,7 +62,7 @@ def deliver(
 ) -> Delivery:
     """A whole sync, as one trainer rank that leads all of the engines does it."""
     feeds = [Feed(index, Replica(e.server.url, e.kind, tp_size, e.server.key), (0,)) for index, e in enumerate(engines)]
-    expected = {feed.index: ENGINES[feed.replica.engine].expected_checksums(config, tp_size) for feed in feeds}
+    expected = {feed.index: feed.replica.expected_checksums(config) for feed in feeds}
     clients = {engine.server.url: engine.client for engine in engines}
     delivery = Delivery(feeds, clients, expected, rank=0, policy_version=policy_version, bucket_bytes=1, verify=True)
     for feed in feeds:

@@ -29,7 +29,6 @@ from scalerl.hybrid.feeds import Feed
 from scalerl.hybrid.transports.broadcast import BroadcastTransport
 from scalerl.parallel.export import Needed
 from scalerl.servers.client import GenerateRequest, RolloutClient, SamplingParams
-from scalerl.servers.engines import ENGINES
 from scalerl.servers.process import ServerStartError
 from scalerl.servers.purpose import POLICY
 from scalerl.servers.recovery import LostServer
@@ -76,7 +75,7 @@ class Sync:
         self.weights = weights_of(model)
         (replica,), config = self.servers.replicas, json.loads((model / "config.json").read_text())
         feed, client = Feed(0, replica, (0,)), self.servers.control.clients[0]
-        expected = {0: ENGINES[replica.engine].expected_checksums(config, replica.tp_size)}
+        expected = {0: replica.expected_checksums(config)}
         delivery = Delivery(
             [feed],
             {replica.url: client},

@@ -100,6 +100,10 @@ class Engine(SharedProtocol, ABC):
 
     # --- before anything starts ---
 
+    def has_whole_shared_experts(self, config: ServerConfig) -> bool:
+        """Whether every rank of a server has a mixture's shared experts whole, and not a part of them."""
+        return False
+
     def trained_model_violations(
         self, config: ServerConfig, shape: ModelShape, *, section: str, device: str, verify_weights_every: int
     ) -> Iterator[str]:

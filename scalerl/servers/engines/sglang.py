@@ -184,6 +184,10 @@ class SGLangEngine(Engine):
         experts = expert_parallel(_own_arguments(engine_kwargs or {}), tp_size)
         return ExpectedChecksums(SGLangPlacement(model_config, tp_size, experts), dtype, ranks)
 
+    def has_whole_shared_experts(self, config: ServerConfig) -> bool:
+        own, tp_size = _own_arguments(config.engine_kwargs), config.tensor_model_parallel_size
+        return expert_parallel(own, tp_size).whole_shared_experts
+
     def trained_model_violations(
         self, config: ServerConfig, shape: ModelShape, *, section: str, device: str, verify_weights_every: int
     ) -> Iterator[str]:

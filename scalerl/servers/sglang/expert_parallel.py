@@ -86,7 +86,7 @@ def expert_parallel(own: Mapping[str, Any], tp_size: int) -> ExpertParallel:
     if arguments.get(EXCHANGE) == DEEPEP:
         return ExpertParallel(tp_size, whole_shared_experts=True)
     ep_size = arguments.get("ep_size")
-    if _is_left_out(ep_size):
+    if ep_size is None or ep_size is False:
         return ExpertParallel()
     if not str(ep_size).isdecimal() or int(ep_size) < 1:
         raise ValueError(f"engine_kwargs.sglang.ep_size = {ep_size}: must be a whole number above 0")

@@ -75,7 +75,7 @@ class SGLangPlacement:
     def _parts_of_expert(
         self, name: re.Match[str], tensor: Tensor, ranks: Sequence[int]
     ) -> Iterator[tuple[int, TensorPlace, Tensor]]:
-        """As `parts`; the ranks that have the expert are neighbours, which divide its width."""
+        """Yields what `parts` does, of one expert; the ranks that have it are neighbours, which divide its width."""
         fused, position, per_expert = self._expert_parts[name["part"]]
         num_local, num_parts = self._num_experts // self._experts.ep_size, self.num_ranks // self._experts.ep_size
         owner, number = divmod(int(name["expert"]), num_local)

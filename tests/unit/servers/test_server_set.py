@@ -18,7 +18,7 @@ from scalerl.servers.engines import Launch
 from scalerl.servers.host import in_device_order
 from scalerl.servers.purpose import POLICY
 from scalerl.servers.recovery import LostServer
-from scalerl.servers.replica import Replica
+from scalerl.servers.replica import ClientSettings, Replica
 from scalerl.servers.requests import RolloutError
 from scalerl.servers.server_set import ReplicaPlan, ServerSet, launches, plan_replicas
 
@@ -205,3 +205,14 @@ def test_all_that_were_lost_are_ended_where_one_has_no_restart_left(monkeypatch:
     with pytest.raises(RolloutError, match=r"server 0 was lost: gone\n.*\nIt was restarted 1 times.*max_restarts=1"):
         servers.end_failed({0: "gone", 1: "gone"})
     assert waits == [["server 0", "server 1"]]
+
+
+def test_replicas_know_the_arguments_that_their_servers_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their checksums depend on them."""
+    servers = server_set(1, [], monkeypatch)
+    kwargs = {"sglang": {"ep_size": 2}}
+    servers.config = RolloutConfig(tensor_model_parallel_size=2, engine_kwargs=kwargs)
+    servers.starting, servers.clients = [], ClientSettings(POLICY, 64, 1.0, 1)
+    monkeypatch.setattr("scalerl.servers.server_set.values_of", lambda *_: [("http://new", "key")])
+    servers.wait_ready()
+    assert servers.replicas == [Replica("http://new", "sglang", 2, "key", kwargs)]
