@@ -17,9 +17,10 @@ from tests.sglang.conftest import PROMPTS, Engine, Model, make_model
 TWO_CORES = pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < 2, reason="SGLang on CPU binds each rank to a core of its own"
 )
-# Widths that SGLang pads: with 40 one rank has 24 zeros; with 48 the second of two has 16, and as many zeros.
+# Widths that SGLang pads, by (ranks, ranges of experts): with 40 one rank has 24 zeros; with 48 the second of two has
+# 16, and as many zeros; with 24 each of two has 40 zeros, as padding is for both, whoever has the expert.
 WIDTH_KEY = {"qwen3_moe": "moe_intermediate_size", "mixtral": "intermediate_size"}
-WIDTH = {1: 40, 2: 48}
+WIDTH = {(1, 1): 40, (2, 1): 48, (2, 2): 24}
 SPOILED = {
     "qwen3_moe": ("model.layers.1.mlp.experts.2.up_proj.weight", "model.layers.1.mlp.experts.w13_weight"),
     "mixtral": (
@@ -29,8 +30,8 @@ SPOILED = {
 }
 
 
-def make(path: Path, family: str, tp_size: int, seed: int) -> Model:
-    width = {WIDTH_KEY[family]: WIDTH[tp_size]}
+def make(path: Path, family: str, tp_size: int, ep_size: int, seed: int) -> Model:
+    width = {WIDTH_KEY[family]: WIDTH[tp_size, ep_size]}
     return Model.load(make_model(path, family, seed, vocab_size=483, num_experts=4, **width))
 
 
@@ -49,8 +50,8 @@ def test_every_family_that_is_said_to_be_known_is_here() -> None:
 def test_checksums_of_a_mixture(
     start_engine: Callable[..., Engine], tmp_path: Path, family: str, tp_size: int, ep_size: int
 ) -> None:
-    """With ep_size 2 each rank has two of the four experts whole, padded as if it had a half of their width."""
-    old, new = (make(tmp_path / str(seed), family, tp_size, seed) for seed in (0, 1))
+    """With ep_size 2 each rank has two of the four experts, whole."""
+    old, new = (make(tmp_path / str(seed), family, tp_size, ep_size, seed) for seed in (0, 1))
     own = {"ep_size": ep_size} if ep_size > 1 else {}
 
     def checksums_of(model: Model) -> list[dict[str, str]]:

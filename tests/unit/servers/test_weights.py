@@ -151,16 +151,16 @@ def test_the_experts_of_a_layer_are_two_parameters(family: str, order: str) -> N
 @pytest.mark.parametrize("order", ["forward", "backward"])
 @pytest.mark.parametrize("family", MIXTURE_CONFIG)
 def test_each_range_of_experts_is_on_ranks_of_its_own(family: str, order: str) -> None:
-    """Four in two ranges on four ranks, of a width that a CPU pads to 128: a half has 64 rows, one 36 and zeros."""
+    """Four in two ranges on four ranks, of a width that a CPU pads to 256: a half has 128 rows, one 2 and zeros."""
     config = MIXTURE_CONFIG[family] | dict.fromkeys(("num_experts", "num_local_experts"), 4)
-    tensors = mixture_tensors(family, num_experts=4, width=100)
+    tensors = mixture_tensors(family, num_experts=4, width=130)
     prefix, gate, up, down = MIXTURE_NAMES[family]
     names = list(tensors) if order == "forward" else list(tensors)[::-1]
     expected = ENGINES["sglang"].expected_checksums(config, 4, engine_kwargs={"sglang": {"ep_size": 2}})
     for name in names:
         expected.add([(name, tensors[name])])
     of = lambda expert, part: tensors[f"{prefix}experts.{expert}.{part}.weight"].numpy()  # noqa: E731
-    tall, wide = np.zeros((28, 8), np.float32), np.zeros((8, 28), np.float32)
+    tall, wide = np.zeros((126, 8), np.float32), np.zeros((8, 126), np.float32)
     for rank, checksums in enumerate(expected.result()):
         experts, half = ((0, 1), (2, 3))[rank // 2], rank % 2
         rows = [np.split(np.concatenate([of(e, part), tall]), 2)[half] for e in experts for part in (gate, up)]
