@@ -272,7 +272,8 @@ def overrides(options: argparse.Namespace, directory: Path, run_dir: Path) -> li
 
 
 def run_trl(options: argparse.Namespace, directory: Path) -> list[dict[str, float]]:
-    command = [options.trl, str(HERE / "trl_grpo.py"), "--directory", str(directory)]
+    # It runs in another directory.
+    command = [os.path.abspath(options.trl), str(HERE / "trl_grpo.py"), "--directory", str(directory)]
     command += ["--reward", str(EXAMPLE / "reward.py"), "--threads", str(options.cores)]
     command += ["--micro-batches", str(options.trl_micro_batches)]
     for name in ("prompts", "n", "max_tokens"):
