@@ -25,7 +25,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from scalerl.cluster.ray_session import own_token, session_directory, sessions_parent, sigterm_kept
-from scalerl.cluster.ray_start import start_explained
+from scalerl.cluster.ray_start import start_explained, wait_for_head
 from scalerl.cluster.worker_logs import logs_are_kept_in
 from scalerl.errors import RunError
 from scalerl.runtime.process_environment import worker_environment
@@ -60,6 +60,7 @@ def ray_cluster(*, num_workers: int, device: str, log_dir: Path | None = None) -
     with ExitStack() as stack:
         with start_explained(parent, logs_to, address):
             if address:
+                wait_for_head(address)
                 common.pop("include_dashboard")
             else:
                 common["_temp_dir"] = str(stack.enter_context(session_directory(logs_to, parent)))

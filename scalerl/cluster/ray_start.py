@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +20,9 @@ _LONG_PATH = "AF_UNIX path length"
 # Ray's messages may end with the stack of its last try, and name a file that nobody needs.
 _STACK = "Traceback (most recent call last)"
 _MAX_LINES = 10
+# Seconds in which the head of a cluster has to take a connection. Ray itself would try for more than ten minutes.
+REACH_S = 30.0
+_LOOK_S = 1.0
 
 
 class RayStartError(RunError):
@@ -47,6 +51,25 @@ def start_explained(directory: Path, logs_to: Path | None, address: str | None) 
         if address is None:
             raise RayStartError(_not_started(error, directory, logs_to)) from error
         raise RayStartError(_not_joined(error, address)) from error
+
+
+def wait_for_head(address: str) -> None:
+    """Waits until something takes connections at HOST:PORT; other forms of an address (auto, ray://) are Ray's to find.
+
+    Raises ConnectionError after REACH_S seconds.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        return
+    deadline = time.monotonic() + REACH_S
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
+            return
+        except OSError as error:
+            if time.monotonic() + _LOOK_S > deadline:
+                raise ConnectionError(f"nothing takes a connection there ({error}), tried for {REACH_S:g} s") from error
+        time.sleep(_LOOK_S)
 
 
 def _not_started(error: Exception, directory: Path, logs_to: Path | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,9 +16,11 @@ import pytest
 from scalerl.errors import EXIT_FAILED, EXIT_USER_ERROR
 
 START = """
+import os
 import sys
 from pathlib import Path
 from ray._private import services
+from scalerl.cluster import ray_start
 from scalerl.cluster.pools import ray_cluster
 from scalerl.errors import run_main
 
@@ -25,6 +28,7 @@ def start():
     with ray_cluster(num_workers=1, device="cpu", log_dir=Path(sys.argv[1])):
         print("started")
 
+ray_start.REACH_S = float(os.environ.get("REACH_S", ray_start.REACH_S))
 services.RAYLET_EXECUTABLE = sys.argv[2] or services.RAYLET_EXECUTABLE
 sys.exit(run_main(start))
 """
@@ -74,18 +78,25 @@ def test_a_raylet_that_ends_at_once(ray_files: Path, tmp_path: Path) -> None:
     assert_explained(process, ray_files, tmp_path, "The current node timed out during startup")
 
 
-def test_a_cluster_that_is_not_there(ray_files: Path, tmp_path: Path) -> None:
-    process = start(
-        ray_files,
-        tmp_path,
-        RAY_ADDRESS="127.0.0.1:1",
-        # One try, of a second.
-        RAY_gcs_server_port_wait_time_s="1",
-        RAY_py_gcs_connect_timeout_s="1",
-    )
+def assert_not_joined(process: subprocess.Popen[str], address: str, reason: str) -> None:
     _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == EXIT_FAILED and "Traceback" not in err
-    assert "error: the Ray cluster at RAY_ADDRESS = 127.0.0.1:1 was not joined from " in err
+    assert f"error: the Ray cluster at RAY_ADDRESS = {address} was not joined from " in err and reason in err
+
+
+def test_a_cluster_that_is_not_there(ray_files: Path, tmp_path: Path) -> None:
+    """Ray would try for more than ten minutes."""
+    process = start(ray_files, tmp_path, RAY_ADDRESS="127.0.0.1:1", REACH_S="1")
+    assert_not_joined(process, "127.0.0.1:1", "nothing takes a connection there ([Errno 111] Connection refused)")
+
+
+@pytest.mark.full
+def test_a_server_that_is_no_cluster(ray_files: Path, tmp_path: Path) -> None:
+    """Something else has the port. Ray has one try, of a second."""
+    limits = {"RAY_gcs_server_port_wait_time_s": "1", "RAY_py_gcs_connect_timeout_s": "1"}
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        assert_not_joined(start(ray_files, tmp_path, RAY_ADDRESS=address, **limits), address, "")
 
 
 def test_a_directory_whose_path_is_too_long_for_sockets(ray_files: Path, tmp_path: Path) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import socket
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from scalerl.cluster.ray_start import RayStartError, start_explained
+from scalerl.cluster import ray_start
+from scalerl.cluster.ray_start import RayStartError, start_explained, wait_for_head
 from scalerl.errors import EXIT_FAILED, EXIT_USER_ERROR, RunError, UserError, run_main
 
 LOGS = Path("/run/logs/ray")
@@ -75,3 +79,26 @@ def test_the_exit_code_says_that_another_try_may_help(tmp_path: Path, capsys: py
     assert capsys.readouterr().err.startswith("error: Ray did not start on ")
     assert run_main(start, UserError("set the key")) == EXIT_USER_ERROR
     assert issubclass(RayStartError, RunError)
+
+
+@pytest.mark.parametrize("address", ["auto", "local", "ray://127.0.0.1:1", "127.0.0.1"])
+def test_other_forms_of_an_address_are_rays_to_find(address: str) -> None:
+    wait_for_head(address)
+
+
+def test_a_head_that_is_not_there_is_said_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_start, "REACH_S", 0.5)
+    with pytest.raises(ConnectionError, match=r"nothing takes a connection there \(.*refused\), tried for 0.5 s"):
+        wait_for_head("127.0.0.1:1")
+
+
+def test_a_head_that_still_starts_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_start, "_LOOK_S", 0.05)
+    with socket.socket() as head:
+        head.bind(("127.0.0.1", 0))
+        late = threading.Timer(0.3, head.listen)
+        began = time.monotonic()
+        late.start()
+        wait_for_head(f"127.0.0.1:{head.getsockname()[1]}")
+        assert time.monotonic() - began >= 0.25
+        late.join()
