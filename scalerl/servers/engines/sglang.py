@@ -201,6 +201,14 @@ class SGLangEngine(Engine):
             )
         if shape.num_experts:
             yield from _mixture_violations(config, shape, section, device, verify_weights_every)
+        if verify_weights_every:
+            own = _own_arguments(config.engine_kwargs)
+            for argument, effect in unknown_places(own, shape.model_type, is_mixture=bool(shape.num_experts)):
+                yield (
+                    f"{section}.verify_weights_every = {verify_weights_every}: the checksums of an SGLang server are "
+                    f"not known with engine_kwargs.sglang.{argument}, which {effect}; leave it out, or set "
+                    "verify_weights_every to 0"
+                )
 
     def served_model_violations(self, path: str | Path, key: str, tp_size: int) -> Iterator[str]:
         try:
@@ -265,18 +273,10 @@ def _mixture_violations(
         )
     own = _own_arguments(config.engine_kwargs)
     yield from _expert_parallel_violations(own, config.tensor_model_parallel_size, shape, section, device)
-    if not verify_weights_every:
-        return
-    key = f"{section}.verify_weights_every = {verify_weights_every}: the checksums of an SGLang"
-    if shape.model_type not in MIXTURES:
+    if verify_weights_every and shape.model_type not in MIXTURES:
         yield (
-            f"{key} server are not known for a {shape.model_type} model (known: dense models and "
-            f"{', '.join(MIXTURES)}); set it to 0"
-        )
-    for argument, effect in unknown_places(own, shape.model_type):
-        yield (
-            f"{key} server are not known with engine_kwargs.sglang.{argument}, which {effect}; leave it out, or set "
-            "verify_weights_every to 0"
+            f"{section}.verify_weights_every = {verify_weights_every}: the checksums of an SGLang server are not known "
+            f"for a {shape.model_type} model (known: dense models and {', '.join(MIXTURES)}); set it to 0"
         )
 
 

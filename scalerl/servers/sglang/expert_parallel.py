@@ -52,6 +52,8 @@ PLACE_ARGUMENTS: dict[str, tuple[Any, str]] = {
     "kt_": (None, "has experts in the host's memory"),
     "quantization": (None, "stores other numbers"),
 }
+# Those that change other places than experts', and so those of any model.
+OF_ANY_MODEL = ("enable_dp_", "dp_size", "attn_cp_size", "quantization")
 # Beginnings of arguments about experts; of those that are not named here nothing is known.
 EXPERT_PREFIXES = ("ep_", "expert_", "moe_")
 KNOWN_ARGUMENTS = (
@@ -98,10 +100,12 @@ def plain_runner(own: Mapping[str, Any]) -> str:
     return _plain_runners(_by_name(own))[0]
 
 
-def unknown_places(own: Mapping[str, Any], model_type: str) -> Iterator[tuple[str, str]]:
+def unknown_places(own: Mapping[str, Any], model_type: str, *, is_mixture: bool = True) -> Iterator[tuple[str, str]]:
     """Yields the arguments with which it is not known what each rank stores: (argument=value, what it does)."""
     arguments = _by_name(own)
     for name, value in sorted(arguments.items()):
+        if not is_mixture and not name.startswith(OF_ANY_MODEL):
+            continue
         effect = _effect(name, value, arguments, model_type)
         if effect is not None:
             yield f"{name}={show(value)}", effect

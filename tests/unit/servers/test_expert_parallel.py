@@ -82,6 +82,18 @@ def test_arguments_with_which_it_is_not_known(own: dict[str, Any], argument: str
     assert named == argument and effect in does
 
 
+def test_of_a_dense_model_those_that_cut_or_change_its_own_tensors_count() -> None:
+    own = {
+        "ep_size": 2,
+        "enable_eplb": True,
+        "moe_runner_backend": "cutlass",
+        "quantization": "fp8",
+        "data-parallel-size": 2,
+    }
+    assert [named for named, _ in unknown_places(own, "qwen3", is_mixture=False)] == ["dp_size=2", "quantization=fp8"]
+    assert list(unknown_places({"dp_size": 1, "enable_dp_attention": False}, "qwen3", is_mixture=False)) == []
+
+
 def test_deepep_has_kernels_of_its_own() -> None:
     own = {"moe_a2a_backend": "deepep", "moe_runner_backend": "triton"}
     assert [named for named, _ in unknown_places(own, "qwen3_moe")] == ["moe_runner_backend=triton"]

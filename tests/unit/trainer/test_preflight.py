@@ -91,6 +91,7 @@ def test_checksums_of_sglang_are_refused_where_they_are_not_known(directory: Pat
         ("qwen3_moe", "enable_eplb=true"),
         ("deepseek_v3_yarn", "disable_shared_experts_fusion=false"),
         ("mixtral", "dp_size=2"),
+        ("qwen3", "quantization=fp8"),
     )
     for family, own in moves:
         message = violation(directory, family, "sglang", 2, f"+actor_rollout_ref.rollout.engine_kwargs.sglang.{own}")
