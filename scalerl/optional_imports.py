@@ -1,10 +1,17 @@
-"""Optional dependencies of libraries that are left out of a process' start."""
+"""What libraries import and most processes do without: left out of a process' start."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+_COMPILER = "torch._dynamo"
+# Where a mode is that transformers imports by its name, for masks that are given as functions.
+_TRACED, _MODE = f"{_COMPILER}._trace_wrapped_higher_order_op", "TransformGetItemToIndex"
 
 
 @contextmanager
@@ -23,3 +30,42 @@ def without(name: str) -> Iterator[None]:
     finally:
         if hidden:
             del sys.modules[name]
+
+
+def torch_compiler_when_needed() -> None:
+    """Lets this process import torch's compiler when something asks it for more than a mark, if it has not done so yet.
+
+    It is two of the four and a half seconds in which the embedded engine starts, and transformers imports it only to
+    mark functions as not to be looked into. Those that it marks before are compiled as if it had not.
+    """
+    # torch itself looks at its compiler while it is imported.
+    importlib.import_module("torch")
+    if _COMPILER in sys.modules:
+        return
+    traced = ModuleType(_TRACED)
+    setattr(traced, _MODE, lambda: getattr(_compiler_module(_TRACED), _MODE)())
+    sys.modules |= {_COMPILER: _CompilerWhenNeeded(_COMPILER), _TRACED: traced}
+
+
+class _CompilerWhenNeeded(ModuleType):
+    """In the place of torch's compiler until anything but a mark is looked up in it, a module of it included."""
+
+    @staticmethod
+    def disable(function: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return function if function is not None else lambda function: function
+
+    allow_in_graph = assume_constant_result = disable
+
+    @property
+    def __path__(self) -> Any:
+        return _compiler_module(_COMPILER).__path__
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_compiler_module(_COMPILER), name)
+
+
+def _compiler_module(name: str) -> ModuleType:
+    """The compiler itself, or a module of it."""
+    if isinstance(sys.modules.get(_COMPILER), _CompilerWhenNeeded):
+        del sys.modules[_COMPILER], sys.modules[_TRACED]
+    return importlib.import_module(name)

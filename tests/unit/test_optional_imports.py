@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 
 import pytest
@@ -30,3 +31,39 @@ def test_it_is_found_after_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ValueError, match="in the block"), without("colorsys"):
         raise ValueError("in the block")
     assert importlib.util.find_spec("colorsys") is not None
+
+
+MASKS = """
+import sys
+from scalerl.optional_imports import torch_compiler_when_needed
+torch_compiler_when_needed()
+def loaded():
+    return "torch._dynamo.convert_frame" in sys.modules
+from transformers.masking_utils import TransformGetItemToIndex
+from transformers.integrations import finegrained_fp8, flash_paged, flex_attention, moe
+assert not loaded(), "transformers asks for more than marks"
+import torch
+{use}
+assert loaded()
+torch_compiler_when_needed()
+assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist() == [2, 2]
+assert torch._dynamo.__spec__ is not None and torch._dynamo.config.cache_size_limit
+"""
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        # What each of them finds is torch's own.
+        "torch._dynamo.reset()",
+        "from torch._dynamo.exc import Unsupported; assert issubclass(Unsupported, Exception)",
+        "import torch._dynamo.config",
+        "with TransformGetItemToIndex() as mode: assert isinstance(mode, torch.overrides.TorchFunctionMode)",
+        "torch.compile(lambda x: x, backend='eager')(torch.ones(1))",
+    ],
+)
+def test_torchs_compiler_is_there_when_it_is_asked_for_more_than_marks(use: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", MASKS.format(use=use)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr

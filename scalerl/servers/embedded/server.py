@@ -12,12 +12,17 @@ from typing import Any
 
 import torch
 
+from scalerl.optional_imports import torch_compiler_when_needed, without
 from scalerl.servers.access import OPEN_PATH, is_authorized, take_key
-from scalerl.servers.embedded.engine import DecodingEngine, RefusedError
 from scalerl.servers.engines.protocol import FLATTENED
 from scalerl.servers.process import address_family
 from scalerl.servers.update_group import broadcast, join_group, leave_group, num_bytes, reach_store, unpack_bytes
 from scalerl.servers.wire import EVENT_END, LAST_EVENT
+
+# transformers, which the engine imports, takes two thirds of its time for these.
+torch_compiler_when_needed()
+with without("sklearn"):
+    from scalerl.servers.embedded.engine import DecodingEngine, RefusedError
 
 SAMPLING_DEFAULTS: dict[str, Any] = {
     "max_new_tokens": 128,
