@@ -19,7 +19,8 @@ def without(name: str) -> Iterator[None]:
     """Hides the package `name` from libraries that ask for it in the block, unless it was imported before.
 
     transformers imports scikit-learn, and with it SciPy and pandas, for one of its assisted generations: a second and a
-    half of each start of a process that loads a tokenizer. Other threads do not find it in the block either.
+    half of each start of a process that loads a tokenizer. SciPy is also imported for losses of object detection. Other
+    threads do not find it in the block either.
     """
     hidden = name not in sys.modules
     if hidden:

@@ -243,8 +243,9 @@ def test_what_the_map_allows_is_not_listed(tmp_path):
         ),
         # It starts and watches a server, one for each replica.
         pytest.param(["scalerl.servers.host", "scalerl.servers.client"], "torch", id="host of a server"),
-        # Which transformers would import, the first with SciPy and pandas.
+        # Which transformers would import: scikit-learn with pandas, SciPy for losses of other models too.
         pytest.param(["scalerl.servers.embedded.server"], "sklearn", id="embedded engine"),
+        pytest.param(["scalerl.servers.embedded.server"], "scipy", id="its SciPy"),
         pytest.param(["scalerl.servers.embedded.server"], "torch._dynamo.convert_frame", id="its compiler"),
     ],
 )

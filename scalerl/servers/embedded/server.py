@@ -21,7 +21,7 @@ from scalerl.servers.wire import EVENT_END, LAST_EVENT
 
 # transformers, which the engine imports, takes two thirds of its time for these.
 torch_compiler_when_needed()
-with without("sklearn"):
+with without("sklearn"), without("scipy"):
     from scalerl.servers.embedded.engine import DecodingEngine, RefusedError
 
 SAMPLING_DEFAULTS: dict[str, Any] = {

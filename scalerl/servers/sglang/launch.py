@@ -80,7 +80,7 @@ def refusing(check: Callable[[Any], None]) -> Callable[[Any], None]:
 def main() -> None:
     key = take_key()
     # Imported here, because SGLang's processes import this module again.
-    with without("sklearn"):
+    with without("sklearn"), without("scipy"):
         from sglang.launch_server import run_server
         from sglang.srt.plugins import load_plugins
         from sglang.srt.server_args import ServerArgs, prepare_server_args
