@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from scalerl.optional_imports import without
+from tests.lanes import full
 
 
 def test_a_package_is_not_found_in_the_block_and_found_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,10 +56,10 @@ assert torch._dynamo.__spec__ is not None and torch._dynamo.config.cache_size_li
     "use",
     [
         # What each of them finds is torch's own.
-        "torch._dynamo.reset()",
-        "from torch._dynamo.exc import Unsupported; assert issubclass(Unsupported, Exception)",
-        "import torch._dynamo.config",
-        "with TransformGetItemToIndex() as mode: assert isinstance(mode, torch.overrides.TorchFunctionMode)",
+        full("torch._dynamo.reset()"),
+        full("from torch._dynamo.exc import Unsupported; assert issubclass(Unsupported, Exception)"),
+        full("import torch._dynamo.config"),
+        full("with TransformGetItemToIndex() as mode: assert isinstance(mode, torch.overrides.TorchFunctionMode)"),
         "torch.compile(lambda x: x, backend='eager')(torch.ones(1))",
     ],
 )
