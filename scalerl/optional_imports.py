@@ -49,7 +49,7 @@ def torch_compiler_when_needed() -> None:
 
 
 class _CompilerWhenNeeded(ModuleType):
-    """In the place of torch's compiler until anything but a mark is looked up in it, a module of it included."""
+    """Stands for torch's compiler until anything but a mark is looked up in it, a module of it included."""
 
     @staticmethod
     def disable(function: Any = None, *args: Any, **kwargs: Any) -> Any:
