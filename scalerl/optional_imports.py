@@ -36,8 +36,8 @@ def without(name: str) -> Iterator[None]:
 def torch_compiler_when_needed() -> None:
     """Lets this process import torch's compiler when something asks it for more than a mark, if it has not done so yet.
 
-    It is two of the four and a half seconds in which the embedded engine starts, and transformers imports it only to
-    mark functions as not to be looked into. Those that it marks before are compiled as if it had not.
+    It is about a second of a start, and transformers imports it only to mark functions as not to be looked into. Those
+    that it marks before are compiled as if it had not.
     """
     # torch itself looks at its compiler while it is imported.
     importlib.import_module("torch")

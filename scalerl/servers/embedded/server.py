@@ -19,7 +19,7 @@ from scalerl.servers.process import address_family
 from scalerl.servers.update_group import broadcast, join_group, leave_group, num_bytes, reach_store, unpack_bytes
 from scalerl.servers.wire import EVENT_END, LAST_EVENT
 
-# transformers, which the engine imports, takes two thirds of its time for these.
+# transformers, which the engine imports, would import these: a third of a start.
 torch_compiler_when_needed()
 with without("sklearn"), without("scipy"):
     from scalerl.servers.embedded.engine import DecodingEngine, RefusedError

@@ -23,7 +23,7 @@ from scalerl.servers.engines.base import Command, Engine, Launch
 from scalerl.servers.engines.protocol import FLATTENED, CacheSize, Call
 from scalerl.servers.requests import GenerateRequest
 from scalerl.servers.sglang.cpu_shim import shim_environment
-from scalerl.servers.sglang.expert_parallel import RUNNER, expert_parallel, plain_runner, unknown_places
+from scalerl.servers.sglang.placement_arguments import RUNNER, expert_parallel, plain_runner, unknown_places
 from scalerl.servers.sglang.plugin import ATTENTION_BACKEND, PLUGIN
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torch import Tensor
 from scalerl.families import FAMILIES
 from scalerl.servers.checksums import TensorPlace
 from scalerl.servers.engines.sglang import LATENT, MIXTURES
-from scalerl.servers.sglang.expert_parallel import ExpertParallel
+from scalerl.servers.sglang.placement_arguments import ExpertParallel
 
 # sglang.srt.layers.vocab_parallel_embedding.DEFAULT_VOCAB_PADDING_SIZE
 VOCAB_PADDING = 64

@@ -21,7 +21,7 @@ from scalerl.servers.context_length import check_context_length
 from scalerl.servers.engines import ENGINES, Command, Launch
 from scalerl.servers.engines.sglang import CONTEXT_SLACK, MIXTURES, PLAIN_EXPERTS_ENVIRONMENT
 from scalerl.servers.sglang.cpu_shim import SHIM_DIR, shim_environment
-from scalerl.servers.sglang.expert_parallel import PLAIN_RUNNERS
+from scalerl.servers.sglang.placement_arguments import PLAIN_RUNNERS
 from scalerl.servers.sglang.plugin import ATTENTION_BACKEND, PLUGIN, register
 from tests.lanes import full
 from tests.model_configs import read_config

@@ -1,4 +1,4 @@
-"""SGLang's arguments about experts: how its ranks share those of a mixture, and with which that is not known.
+"""SGLang's arguments that decide which rank stores what: how ranks share experts, and with which it is not known.
 
 From the sources of sglang 0.5.21: `runtime_context.derive_spawn_ranks`, `FusedMoE`, `arg_groups/`. No import of sglang.
 """

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from scalerl.config.schema import RolloutConfig
 from scalerl.families import read_config
 from scalerl.servers.engines import ENGINES, Launch
-from scalerl.servers.sglang.expert_parallel import ExpertParallel, expert_parallel, plain_runner, unknown_places
+from scalerl.servers.sglang.placement_arguments import ExpertParallel, expert_parallel, plain_runner, unknown_places
 from scalerl.servers.weights import expected_checksums
 from tests.tiny_models import make_tiny_model
 
