@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -115,9 +116,7 @@ class Composed:
 def composed(kind: str, overrides: Sequence[str], *, rules: bool = True) -> Composed:
     """Composes and checks a configuration as `compose` does, and also returns what became of verl's keys."""
     request = _parse(kind, overrides)
-    with _hydra(request):
-        groups = _group_overrides(request)
-        return _checked(request, groups, rules)
+    return _checked(request, _group_overrides(request), rules)
 
 
 @dataclass(frozen=True)
@@ -364,25 +363,20 @@ def _options(request: _Request, group: str) -> list[str]:
     return sorted({path.stem for folder in folders if folder.is_dir() for path in _yaml_files(folder)})
 
 
-_HYDRA_IN_USE = threading.RLock()
+_HYDRA_IN_USE = threading.Lock()
 
 
 @contextmanager
 def _hydra(request: _Request) -> Iterator[None]:
-    """Sets Hydra's search path for one composition and puts its global state back at the end.
+    """Sets Hydra's search path and puts its global state back at the end.
 
-    Threads compose one after another: Hydra's state is the process's.
+    Threads take turns: Hydra's state is the process's.
     """
-    with _HYDRA_IN_USE:
-        yield from _hydra_session(request)
-
-
-def _hydra_session(request: _Request) -> Iterator[None]:
     if _primary_is_users(request):
-        session = initialize_config_dir(str(request.config_dir), version_base="1.3")
+        session = functools.partial(initialize_config_dir, str(request.config_dir))
     else:
-        session = initialize_config_module(CONFIGS_PACKAGE, version_base="1.3")
-    with session:
+        session = functools.partial(initialize_config_module, CONFIGS_PACKAGE)
+    with _HYDRA_IN_USE, session(version_base="1.3"):
         yield
 
 
@@ -396,10 +390,9 @@ def _search_path(request: _Request) -> list[str]:
 
 def _group_overrides(request: _Request) -> list[str]:
     """The overrides of groups as Hydra wants them: `+` exactly where the defaults list does not name the group yet."""
-    try:
-        chosen = _defaults_list(request, []).overrides.known_choices
-    except UNREADABLE as error:
-        raise _cannot_read(request, error) from None
+    if not request.groups:
+        return []
+    chosen = _defaults(request, []).choices
     texts = []
     for override in request.groups:
         group, value = override.key_or_group, override.value()
@@ -431,13 +424,8 @@ def _unknown_options(request: _Request, group: str, value: Any) -> list[str]:
 
 def _options_of_others(request: _Request, group: str, value: Any) -> list[str]:
     """A violation for each option of scalerl's own whose keys are those of another command."""
-    folder = resources.files(CONFIGS_PACKAGE).joinpath(group)
-    sections = {kind: {section.name for section in fields(schema)} for kind, schema in SCHEMAS.items()}
     wanted = [str(name) for name in (value if isinstance(value, list) else [value]) if name is not None]
-    kinds = {
-        path.stem: [kind for kind, names in sections.items() if _top_level_keys(path) <= names]
-        for path in (_yaml_files(folder) if folder.is_dir() else ())
-    }
+    kinds = _kinds_of_options(group)
     fitting = sorted(name for name, of_name in kinds.items() if request.kind in of_name)
     there = f"this one has {', '.join(fitting)}" if fitting else f"this one has no {group}"
     return [
@@ -447,27 +435,64 @@ def _options_of_others(request: _Request, group: str, value: Any) -> list[str]:
     ]
 
 
+@functools.cache
+def _kinds_of_options(group: str) -> dict[str, list[str]]:
+    """Option of scalerl's own -> the kinds of configurations that have its keys."""
+    folder = resources.files(CONFIGS_PACKAGE).joinpath(group)
+    sections = {kind: {section.name for section in fields(schema)} for kind, schema in SCHEMAS.items()}
+    return {
+        path.stem: [kind for kind, names in sections.items() if _top_level_keys(path) <= names]
+        for path in (_yaml_files(folder) if folder.is_dir() else ())
+    }
+
+
 def _top_level_keys(path: Path) -> set[str]:
     content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     return {str(key) for key in content} - {"defaults"} if isinstance(content, dict) else set()
 
 
-def _defaults_list(request: _Request, groups: list[str]) -> Any:
-    loader = GlobalHydra.instance().config_loader()
-    return loader.compute_defaults_list(request.config_name, [*_search_path(request), *groups], RunMode.RUN)
+@dataclass(frozen=True)
+class _Defaults:
+    """What Hydra makes of a defaults list.  choices: the groups in it.  files: (path below its root, package)."""
+
+    choices: frozenset[str]
+    files: tuple[tuple[str, str], ...]
 
 
-def _files(request: _Request, groups: list[str]) -> Iterator[tuple[str, str, Any]]:
-    """Yields (file, package, content) of every YAML file of the composition, in the order in which they apply."""
+def _defaults(request: _Request, groups: Sequence[str]) -> _Defaults:
+    """Raises ConfigError where a file cannot be read."""
     try:
-        defaults = _defaults_list(request, groups).defaults
+        if request.config_dir is None:
+            return _defaults_in_package(request.config_name, tuple(groups))
+        return _computed_defaults(request, groups)
     except UNREADABLE as error:
         raise _cannot_read(request, error) from None
-    for default in defaults:
-        path = f"{default.config_path}.yaml"
+
+
+@functools.lru_cache(maxsize=256)
+def _defaults_in_package(config_name: str, groups: tuple[str, ...]) -> _Defaults:
+    """Without files of the user's: those of the package stay as they are while a process runs."""
+    return _computed_defaults(_Request("", config_name, None), groups)
+
+
+def _computed_defaults(request: _Request, groups: Sequence[str]) -> _Defaults:
+    with _hydra(request):
+        loader = GlobalHydra.instance().config_loader()
+        overrides = [*_search_path(request), *groups]
+        found = loader.compute_defaults_list(request.config_name, overrides, RunMode.RUN)
+    return _Defaults(
+        frozenset(found.overrides.known_choices),
+        tuple((f"{default.config_path}.yaml", default.package or "") for default in found.defaults),
+    )
+
+
+def _files(request: _Request, groups: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
+    """Yields (file, package, content) of every YAML file of the composition, in the order in which they apply."""
+    for path, package in _defaults(request, groups).files:
         source = next((root.joinpath(path) for root in _roots(request) if root.joinpath(path).is_file()), None)
         if source is None:  # Hydra's own configs and the schema
             continue
-        content = OmegaConf.to_container(OmegaConf.create(source.read_text(encoding="utf-8")), resolve=False)
+        text = source.read_text(encoding="utf-8")
+        content = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
         if isinstance(content, dict):
-            yield str(source), default.package or "", {k: v for k, v in content.items() if k != "defaults"}
+            yield str(source), package, {k: v for k, v in content.items() if k != "defaults"}
