@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import omegaconf.base
 from hydra.core.override_parser.types import Override
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -17,6 +18,10 @@ from scalerl.config.companions import COMPANIONS
 from scalerl.config.keys import KeyTable, defaults_of
 from scalerl.config.value_checks import show
 from scalerl.config.verl import Translation, Translator
+
+# OmegaConf parses an interpolation each time that its key is read, and a configuration has a hundred: most of the time
+# that it takes to resolve one. What it makes of a text is the same each time, and nothing writes into it.
+setattr(omegaconf.base, "parse", functools.lru_cache(maxsize=4096)(omegaconf.base.parse))  # noqa: B010
 
 # Dicts whose entries are checked one by one.
 OVERRIDES = ("override_transformer_config", "override_ddp_config", "override_optimizer_config")
