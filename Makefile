@@ -18,8 +18,11 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZ
 
 PYTEST_ARGS ?=
 PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest --durations=25
-# Side by side, one process, no services.
-UNIT = -n logical --maxprocesses 8 tests/unit
+# Each in one process, without services. Some wait a second or two: one more than cores; beside other work half as many.
+CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
+AT_MOST_8 = $(shell echo $$(($(1) > 8 ? 8 : $(1))))
+UNIT = -n $(call AT_MOST_8,$(CORES) + 1) tests/unit
+UNIT_BESIDE = -n $(call AT_MOST_8,($(CORES) + 1) / 2) tests/unit
 # These start processes of their own, and wait a good part of the time: two side by side where each has 6 GiB.
 MEMORY := /proc/meminfo
 ifndef AT_A_TIME
@@ -33,6 +36,7 @@ QUICK := --hypothesis-profile=quick
 
 .DEFAULT_GOAL := help
 .PHONY: help torch setup quickstart setup-gpu quickstart-gpu check test test-all lint types format clean
+.PHONY: unit types-beside unit-beside services
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -92,22 +96,41 @@ quickstart-gpu: $(if $(filter $(GPU_VENV)/%,$(GPU_PYTHON)),setup-gpu) ## doctor 
 	$(GPU_PYTHON) -m scalerl.cli doctor --gpu
 	$(GPU_PYTHON) examples/arithmetic/quickstart.py --gpus $(DEVICES) --out outputs/quickstart-gpu
 
-check: lint types ## lint, types and unit tests
+# Two targets side by side, neither of which ends the other. A shell's `&` would make their processes ignore Ctrl-C.
+BESIDE = +@$(MAKE) --no-print-directory --keep-going --jobs=2
+# What one of the two says, together at its end.
+AT_THE_END = log=$$(mktemp) && trap 'rm -f "$$log"' EXIT && { $(1) >"$$log" 2>&1; status=$$?; cat "$$log"; exit $$status; }
+
+check: lint ## lint, types and unit tests
+	$(BESIDE) types-beside unit
+
+unit: setup
 	$(PYTEST) $(MAIN) $(QUICK) $(PYTEST_ARGS) $(UNIT)
+
+types-beside: setup
+	@$(call AT_THE_END,$(TYPES))
 
 test: setup ## all that README promises (TESTS=path: those alone, and all of them; PYTEST_ARGS=...)
 ifdef TESTS
 	$(PYTEST) $(PYTEST_ARGS) $(TESTS)
 else
-	@status=0; $(PYTEST) $(MAIN) $(QUICK) $(PYTEST_ARGS) $(UNIT) || status=1; \
-	$(PYTEST) $(MAIN) $(PYTEST_ARGS) $(SERVICES) || status=1; exit $$status
+	@echo "The tests of tests/unit run beside these; what they say comes at their end."
+	$(BESIDE) unit-beside services
 endif
+
+unit-beside: setup
+	@$(call AT_THE_END,$(PYTEST) $(MAIN) $(QUICK) $(PYTEST_ARGS) $(UNIT_BESIDE))
+
+services: setup
+	$(PYTEST) $(MAIN) $(PYTEST_ARGS) $(SERVICES)
 
 test-all: setup ## every test but tests/gpu, on every layout
 	@status=0; $(PYTEST) $(PYTEST_ARGS) $(UNIT) || status=1; $(PYTEST) $(PYTEST_ARGS) $(SERVICES) || status=1; exit $$status
 
 # With what `scalerl launch slurm` writes.
 SCRIPTS := .ci/run docker/*.sh scalerl/launch/scripts/* tests/unit/launch/golden/*.sbatch
+
+TYPES = $(BIN)/pyright --pythonpath $(BIN)/python
 
 lint: setup ## ruff: rules and format; hadolint and shellcheck
 	$(BIN)/ruff check .
@@ -116,7 +139,7 @@ lint: setup ## ruff: rules and format; hadolint and shellcheck
 	$(BIN)/shellcheck $(SCRIPTS)
 
 types: setup ## pyright over scalerl/ and tests/types/
-	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(TYPES)
 
 format: setup ## ruff: fix and format
 	$(BIN)/ruff check --fix .

@@ -471,7 +471,7 @@ def _defaults(request: _Request, groups: Sequence[str]) -> _Defaults:
 
 @functools.lru_cache(maxsize=256)
 def _defaults_in_package(config_name: str, groups: tuple[str, ...]) -> _Defaults:
-    """Without files of the user's: those of the package stay as they are while a process runs."""
+    """Finds the defaults of a configuration without files of the user's: those of the package never change."""
     return _computed_defaults(_Request("", config_name, None), groups)
 
 
