@@ -106,9 +106,6 @@ def test_exit_code_passes_and_paths_may_have_spaces(
     assert_nothing_left(slurm)
 
 
-TWO_AND_OTHERS = pytest.mark.parametrize("num_nodes", [2, full(3), full(1)])
-
-
 # On two nodes, with a real run: tests/slurm/test_two_node_run.py.
 @pytest.mark.full
 @pytest.mark.parametrize("num_nodes", [3, 1])
@@ -208,7 +205,8 @@ def test_preemption_leaves_ray_whole_and_requeues(
     assert f"SAVED SIGTERM {hosts_text(num_nodes)}\n" in out.read_text()
 
 
-@TWO_AND_OTHERS
+@pytest.mark.full
+@pytest.mark.parametrize("num_nodes", [2, 3, 1])
 def test_scancel_lets_the_command_save_and_ends_the_job_for_good(
     slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int
 ) -> None:
@@ -216,12 +214,16 @@ def test_scancel_lets_the_command_save_and_ends_the_job_for_good(
     out = tmp_path / f"out-{job_id}.txt"
     wait_for_driver(slurm, job_id, out)
     slurm.run("scancel", job_id)
+    assert_saved_and_ended_for_good(slurm, job_id, out, hosts_text(num_nodes), restarts=0)
+
+
+def assert_saved_and_ended_for_good(slurm: MiniSlurm, job_id: str, out: Path, hosts: str, *, restarts: int) -> None:
     job = slurm.wait(job_id)
     wait_until("the launcher's last word", lambda: "not started again" in out.read_text(), shown=out)
-    assert f"SAVED SIGTERM {hosts_text(num_nodes)}\n" in out.read_text()
+    assert out.read_text().rpartition("SAVED ")[2].startswith(f"SIGTERM {hosts}\n")
     assert "not started again, Slurm is ending the job" in out.read_text()
     assert_nothing_left(slurm)
-    assert (slurm.job(job_id)["JobState"], job["Restarts"]) == ("CANCELLED", "0")
+    assert (slurm.job(job_id)["JobState"], job["Restarts"]) == ("CANCELLED", str(restarts))
 
 
 @pytest.mark.full
@@ -252,29 +254,35 @@ def test_a_job_that_is_cancelled_while_a_node_is_launched_leaves_nothing(
             assert not list(Path(directory).glob("ray/session_2*")), f"{delay_s} s"
 
 
-def test_a_job_that_is_preempted_comes_back_and_loses_a_node(
+def test_a_job_is_preempted_loses_a_node_and_is_cancelled(
     slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path
 ) -> None:
-    command = f'[[ $SCALERL_ATTEMPT_DIR == */attempt_[01] ]] || exit 0; exec python "{DRIVER}" wait'
-    job_id = submit(2, "bash", "-c", command, options=("--partition=low",))
+    """It comes back after each but the last."""
+    job_id = submit(2, "python", DRIVER, "wait", options=("--partition=low",))
     out = tmp_path / f"out-{job_id}.txt"
+
+    def waiting_in_attempt(number: int) -> None:
+        wait_until(f"attempt {number}", lambda: out.read_text().count("WAITING") == number + 1, 400, shown=out)
+
+    def nodes() -> list[str]:
+        return slurm.run("scontrol", "show", "hostnames", slurm.job(job_id)["NodeList"]).stdout.split()
+
     wait_for_driver(slurm, job_id, out)
     slurm.sbatch("-N4", "--exclusive", "--partition=main", "--output=/dev/null", "--wrap=true", cwd=tmp_path)
-    wait_until("the second attempt", lambda: out.read_text().count("WAITING") == 2, 400, shown=out)
+    waiting_in_attempt(1)
     assert "exit code 75: requeue" in out.read_text()
     assert f"SAVED SIGTERM {hosts_text(2)}\n" in out.read_text()
-    job = slurm.job(job_id)
-    assert job["Restarts"] == "1"
-    nodes = slurm.run("scontrol", "show", "hostnames", job["NodeList"]).stdout.split()
-    (other,) = (host for host in nodes if host != job["BatchHost"])
+    assert slurm.job(job_id)["Restarts"] == "1"
+    (other,) = (host for host in nodes() if host != slurm.job(job_id)["BatchHost"])
     slurm.power_off(other)
     try:
-        job = slurm.wait(job_id)
+        waiting_in_attempt(2)
     finally:
         slurm.power_on(other)
-    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "2"), out.read_text()
-    assert other not in slurm.run("scontrol", "show", "hostnames", job["NodeList"]).stdout.split()
-    assert_nothing_left(slurm)
+    left = nodes()
+    assert other not in left
+    slurm.run("scancel", job_id)
+    assert_saved_and_ended_for_good(slurm, job_id, out, " ".join(left), restarts=2)
 
 
 def kill_raylet(slurm: MiniSlurm, host: str) -> None:

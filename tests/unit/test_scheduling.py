@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scheduling import unit_of
+from tests.scheduling import KEPT, unit_of
 
 REPOSITORY = Path(__file__).parents[2]
 CONFTEST = """
@@ -36,8 +36,9 @@ def test_it(i):
     [
         ("tests/dist/test_ulysses.py::test_slices[7-a@b]", "tests/dist"),
         ("tests/slurm/test_launch.py::test_b", "tests/slurm"),
-        ("tests/e2e/test_sft.py::test_b[a::b]", "tests/e2e/test_sft.py"),
-        ("tests/ray/test_cluster.py::TestIt::test_b", "tests/ray/test_cluster.py"),
+        ("tests/e2e/test_own_run.py::test_b[a::b]", "tests/e2e/test_own_run.py"),
+        ("tests/e2e/test_sft.py::test_b", KEPT),
+        ("tests/ray/test_cluster.py::TestIt::test_b", KEPT),
         ("test_alone.py::test_b", "test_alone.py"),
     ],
 )
@@ -70,11 +71,11 @@ def test_files_of_a_folder_that_shares_run_on_one_process(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("gib", "given", "arguments"),
     [
-        (40, (), "-n 2 --dist loadscope tests/slurm"),
-        (12, (), "-n 2 --dist loadscope tests/slurm"),
-        (11, (), "tests/slurm"),
-        (40, ("AT_A_TIME=1",), "tests/slurm"),
-        (4, ("AT_A_TIME=4",), "-n 4 --dist loadscope tests/slurm"),
+        (40, (), "-n 2 --dist loadscope tests/ray"),
+        (12, (), "-n 2 --dist loadscope tests/ray"),
+        (11, (), "tests/ray"),
+        (40, ("AT_A_TIME=1",), "tests/ray"),
+        (4, ("AT_A_TIME=4",), "-n 4 --dist loadscope tests/ray"),
     ],
 )
 def test_as_many_side_by_side_as_memory_allows(
@@ -87,5 +88,5 @@ def test_as_many_side_by_side_as_memory_allows(
     given_to_make = ("AT_A_TIME", "PYTEST_ARGS", "MAKEFLAGS", "MAKEOVERRIDES")
     env = {name: value for name, value in os.environ.items() if name not in given_to_make}
     made = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=True).stdout
-    (line,) = [line for line in made.splitlines() if " tests/slurm " in line]
+    (line,) = [line for line in made.splitlines() if " tests/ray " in line]
     assert line.partition('-m "not full"')[2].split()[: len(arguments.split())] == arguments.split()
