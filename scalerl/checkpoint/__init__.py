@@ -1,5 +1,5 @@
 """Checkpoints as files, without Megatron.
 
-`store` has the directories, `torch_dist` and `pieces` read and write the tensors in them, and `digest` detects damage.
-Which parts of a model are saved is decided in `parallel/checkpoint.py`.
+`store` has the directories, `torch_dist` and `pieces` read and write the tensors in them, `digest` detects damage, and
+`errors` names it. Which parts of a model are saved is decided in `parallel/checkpoint.py`.
 """

@@ -243,7 +243,8 @@ def _damaged_tensor(file: Path) -> str:
     """The end of a message: which tensor of a file of tensors is damaged."""
     if not _is_data(file.name):
         return ""
-    from scalerl.checkpoint.torch_dist import DamagedCheckpointError, DistCheckpoint, PieceReader
+    from scalerl.checkpoint.errors import DamagedCheckpointError
+    from scalerl.checkpoint.torch_dist import DistCheckpoint, PieceReader
 
     try:
         with DistCheckpoint(file.parent) as stored:

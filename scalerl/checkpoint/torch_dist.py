@@ -7,7 +7,6 @@ A tensor is stored as pieces (boxes of it), each what `torch.save` makes of one 
 from __future__ import annotations
 
 import ctypes
-import errno
 import io
 import json
 import mmap
@@ -28,14 +27,12 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
 from scalerl.checkpoint.digest import ALGORITHM, BLOCK_BYTES, CACHED_BYTES, Digest
+from scalerl.checkpoint.errors import CheckpointReadError, DamagedCheckpointError, RemovedCheckpointError, read_error
 from scalerl.checkpoint.store import PIECES_INDEX_NAME
-from scalerl.errors import RunError, UserError
 
 METADATA_NAME = ".metadata"
 # Pieces of up to so many bytes are read in one go; a merge has those of all ranks that share a row open at a time.
 _SMALL_BYTES = 2**18
-# What the system says of data that is not there. Any other error is of the machine, as a file server that is away.
-_LOST_DATA = (errno.EIO, errno.ENOENT, errno.EBADMSG, errno.EUCLEAN)
 # That a process has open beside a checkpoint's.
 _OTHER_FILES = 512
 
@@ -66,24 +63,6 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 _PATH_CLASSES = frozenset({"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path"})
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-class DamagedCheckpointError(UserError):
-    """A part of a checkpoint is not what was saved. The message names the file and, if there is one, the tensor."""
-
-
-class CheckpointReadError(RunError):
-    """A part of a checkpoint cannot be read now, which says nothing of it: too many open files, or no answer."""
-
-
-class RemovedCheckpointError(UserError):
-    """A checkpoint was removed while it was read."""
-
-
-def read_error(what: str, error: OSError) -> DamagedCheckpointError | CheckpointReadError:
-    """The error to raise for one of the system.  what: the beginning of its message."""
-    kind = DamagedCheckpointError if error.errno in _LOST_DATA else CheckpointReadError
-    return kind(f"{what} cannot be read: {error.strerror or error}")
 
 
 def allow_open_files(count: int) -> None:

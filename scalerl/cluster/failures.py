@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.exceptions import RayTaskError
 
-from scalerl.checkpoint.torch_dist import DamagedCheckpointError
+from scalerl.checkpoint.errors import DamagedCheckpointError
 from scalerl.cluster.hang_report import report_of
 from scalerl.cluster.worker_logs import is_dead, last_words
 from scalerl.errors import RunError, UserError

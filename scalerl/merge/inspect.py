@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from scalerl.checkpoint.errors import DamagedCheckpointError
 from scalerl.checkpoint.store import (
     COMPLETE_NAME,
     TRAINER_STATE_NAME,
@@ -21,7 +22,7 @@ from scalerl.checkpoint.store import (
     manifest_sizes,
     read_trainer_state,
 )
-from scalerl.checkpoint.torch_dist import DamagedCheckpointError, DistCheckpoint, while_there
+from scalerl.checkpoint.torch_dist import DistCheckpoint, while_there
 from scalerl.errors import EXIT_USER_ERROR, CommandParser
 from scalerl.families import ModelShape
 

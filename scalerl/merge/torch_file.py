@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from scalerl.checkpoint.torch_dist import DamagedCheckpointError, as_bytes, read_error
+from scalerl.checkpoint.errors import DamagedCheckpointError, read_error
+from scalerl.checkpoint.torch_dist import as_bytes
 
 # Bytes of a tensor that are read at a time.
 MAX_READ_BYTES = 16 * 2**20

@@ -22,16 +22,10 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_
 from safetensors.torch import load
 from safetensors.torch import save as serialized
 
+from scalerl.checkpoint.errors import CheckpointReadError, DamagedCheckpointError
 from scalerl.checkpoint.pieces import DIST_CKPT, Piece, WrittenFile, boxes, write_file, write_index
 from scalerl.checkpoint.store import RNG, CheckpointWriteError
-from scalerl.checkpoint.torch_dist import (
-    CheckpointReadError,
-    DamagedCheckpointError,
-    DistCheckpoint,
-    PieceReader,
-    StoredPiece,
-    while_there,
-)
+from scalerl.checkpoint.torch_dist import DistCheckpoint, PieceReader, StoredPiece, while_there
 from scalerl.errors import UserError
 from scalerl.families import CHECKPOINT_MODEL_ROOTS, ModelShape, Param, padded_vocab_size
 from scalerl.parallel.optimizer import adopt_main_parameters, main_tensors, optimizer_parts, set_num_updates

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from scalerl.checkpoint.errors import DamagedCheckpointError
 from scalerl.checkpoint.store import finish_commit
-from scalerl.checkpoint.torch_dist import DamagedCheckpointError
 from scalerl.cluster.failures import WorkerError
 from scalerl.cluster.processes import Lease, Processes
 from scalerl.config import PPOConfig, SFTConfig

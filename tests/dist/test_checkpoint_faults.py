@@ -13,7 +13,8 @@ import pytest
 
 from scalerl.checkpoint import store
 from scalerl.checkpoint.digest import BLOCK_BYTES
-from scalerl.checkpoint.torch_dist import DamagedCheckpointError, DistCheckpoint
+from scalerl.checkpoint.errors import DamagedCheckpointError
+from scalerl.checkpoint.torch_dist import DistCheckpoint
 from scalerl.parallel import checkpoint
 from scalerl.trainer import checkpoints
 from tests.dist.launch import run_ranks

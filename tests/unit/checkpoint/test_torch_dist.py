@@ -119,7 +119,8 @@ def test_only_lost_data_is_damage(directory: Path, with_index: bool) -> None:
 FEW_FILES = """
 import os, resource, sys
 from scalerl.checkpoint import torch_dist
-from scalerl.checkpoint.torch_dist import CheckpointReadError, DistCheckpoint
+from scalerl.checkpoint.errors import CheckpointReadError
+from scalerl.checkpoint.torch_dist import DistCheckpoint
 
 few = len(os.listdir("/proc/self/fd")) + 4
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
