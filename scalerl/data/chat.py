@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from scalerl.data.problems import DataError
-from scalerl.optional_imports import torch_compiler_when_needed, without
+from scalerl.optional_imports import without
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,9 +34,7 @@ def load_tokenizer(path: str | os.PathLike, trust_remote_code: bool = False) -> 
         raise DataError(
             [f"{directory} holds no tokenizer: add tokenizer.json (or tokenizer.model, vocab.json); it has {present}"]
         )
-    # A second to import, and only a process that tokenizes needs it. No such process trains: what it compiles, if
-    # anything, is the user's.
-    torch_compiler_when_needed()
+    # A second to import, and only a process that tokenizes needs it.
     with without("sklearn"):
         from transformers import AutoTokenizer
 

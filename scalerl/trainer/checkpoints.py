@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scalerl.checkpoint.mirror import Mirror
 from scalerl.checkpoint.store import (
@@ -30,10 +30,13 @@ from scalerl.config import PPOConfig, SFTConfig, trained_layout
 from scalerl.config.save import RESOLVED_CONFIG, read_resolved, save_resolved
 from scalerl.config.schema import RunConfig
 from scalerl.config.value_checks import show
-from scalerl.controller.training.save_calls import Writing
 from scalerl.families import Head, ModelShape, copy_beside_weights, value_model_config
 from scalerl.runtime.code_version import code_version
 from scalerl.tracking.backend import flat_config
+
+if TYPE_CHECKING:
+    # Imports torch's checkpoints, with SymPy: a second that what only checks a run does without.
+    from scalerl.controller.training.save_calls import Writing
 
 # Fields of ModelShape that may differ between a checkpoint's model and the model of the run that resumes from it.
 _NOT_ARCHITECTURE = ("dtype", "eos_token_ids", "max_position_embeddings")

@@ -7,15 +7,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from scalerl.checkpoint.pieces import DIST_CKPT, WrittenFile, write_index
 from scalerl.checkpoint.store import CheckpointWriteError
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.errors import RunError, UserError
-
-if TYPE_CHECKING:
-    from scalerl.checkpoint.pieces import WrittenFile
 
 # Waits until all of a save is on the disk. The event: the save is given up.
 Writing = Callable[[threading.Event], None]
@@ -31,9 +29,6 @@ def begin_rank_saves(workers: WorkerGroup, role: str, directory: str) -> Writing
 
 def _finish(workers: WorkerGroup, role: str, directory: Path, given_up: threading.Event) -> None:
     """Waits for all ranks, then raises the first error of any of them; CheckpointWriteError when given up."""
-    # With torch's checkpoints, which take most of a second to import: no start of a run waits for them.
-    from scalerl.checkpoint.pieces import DIST_CKPT, write_index
-
     deadline = time.monotonic() + workers.limit(MegatronWorker.written_checkpoint.__name__).seconds
     files: list[WrittenFile] = []
     common: dict[str, Any] = {}
