@@ -29,7 +29,6 @@ ifndef AT_A_TIME
 AT_A_TIME := $(shell awk '$$1 == "MemAvailable:" { many = $$2 / 2 ^ 20 } END { print (many < 12 ? 1 : 2) }' $(MEMORY) 2>/dev/null)
 endif
 SIDE_BY_SIDE = $(if $(filter-out 1,$(AT_A_TIME)),-n $(AT_A_TIME) --dist loadscope)
-# The longest first of what stays on one of the two (tests/scheduling.py).
 SERVICES = $(SIDE_BY_SIDE) tests/ray tests/dist tests/slurm tests/sglang tests/e2e
 # What only `make test-all` runs (docs/testing.md): tests with this mark, and hypothesis' whole budget.
 MAIN := -m "not full"

@@ -12,6 +12,8 @@ import psutil
 import pytest
 from hypothesis import settings
 
+from tests.units import place_of
+
 if TYPE_CHECKING:
     from scalerl.cluster.processes import Processes
 
@@ -64,6 +66,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(folder)
     if folder == "gpu":
         item.add_marker(_skip_without_gpu())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: place_of(item.nodeid))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -58,6 +58,8 @@ class Job:
     marker: str = field(default_factory=lambda: uuid.uuid4().hex)
     # Metrics of the test's own code, which no page documents.
     own_keys: frozenset[str] = frozenset()
+    # At the end of the session, so that no test waits for RAY_AGENTS.
+    has_to_be_gone_at_the_end: bool = False
 
     def __post_init__(self) -> None:
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}

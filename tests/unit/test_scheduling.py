@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scheduling import KEPT, unit_of
+from tests.units import KEPT, LONG, place_of, unit_of
 
 REPOSITORY = Path(__file__).parents[2]
 CONFTEST = """
@@ -44,6 +44,15 @@ def test_it(i):
 )
 def test_unit_of_a_test(nodeid: str, unit: str) -> None:
     assert unit_of(nodeid) == unit
+
+
+def test_long_units_come_first() -> None:
+    files = ["tests/e2e/test_termination.py", "tests/e2e/test_quickstart.py", "tests/slurm/test_a.py"]
+    files += ["tests/dist/test_a.py", "tests/e2e/test_sft.py", "tests/ray/test_a.py"]
+    ordered = sorted(files, key=place_of)
+    assert [*dict.fromkeys(map(unit_of, ordered))] == [*LONG[:4], files[0]]
+    for unit in LONG:
+        assert unit == KEPT or (REPOSITORY / unit).exists()
 
 
 def test_files_of_a_folder_that_shares_run_on_one_process(tmp_path: Path) -> None:
