@@ -163,13 +163,22 @@ def resumed_lines(resumed: Resumed, cfg: PPOConfig | SFTConfig, flash_attention:
     saved_ranks, ranks = len(list((resumed.directory / "actor" / RNG).glob("rank_*"))), trained_layout(cfg).world_size
     if saved_ranks not in (0, ranks):
         lines.append(f"random states of that checkpoint's {saved_ranks} ranks are not used: this run trains on {ranks}")
-    if FLASH_ATTENTION in resumed.state and resumed.state[FLASH_ATTENTION] != flash_attention:
-        then, here = (impl or "torch's own" for impl in (resumed.state[FLASH_ATTENTION], flash_attention))
-        lines.append(f"attention was {then} until that checkpoint and is {here} now, which rounds otherwise")
+    lines += other_attention(resumed.state, flash_attention)
     before, now = resumed.state.get(CODE), code_version()
     if before is not None and before != now:
         lines.append(f"that checkpoint was saved by scalerl {_described(before)}; this is {_described(now)}")
     return lines
+
+
+def other_attention(state: Mapping[str, Any], flash_attention: str | None) -> list[str]:
+    """A line where the ranks that saved a checkpoint had another FlashAttention than those of now; None: torch's own.
+
+    state: of the trainer, which older checkpoints say nothing of it in.
+    """
+    if FLASH_ATTENTION not in state or state[FLASH_ATTENTION] == flash_attention:
+        return []
+    then, here = (impl or "torch's own" for impl in (state[FLASH_ATTENTION], flash_attention))
+    return [f"attention was {then} until that checkpoint and is {here} now, which rounds otherwise"]
 
 
 def _changed_keys(saved: Path, cfg: PPOConfig | SFTConfig) -> list[str]:

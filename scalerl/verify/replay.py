@@ -285,11 +285,13 @@ def trainer_run(source: ReplayedStep, cfg: PPOConfig, inputs: PPOInputs, process
         MegatronReference,
         MegatronRewardModel,
     )
+    from scalerl.controller.training.worker import MegatronWorker
     from scalerl.metrics import Timers
     from scalerl.random_states import restore_generators, seed_generators
     from scalerl.runtime.stop import StopRequest
     from scalerl.trainer.beginning import StartPhases
     from scalerl.trainer.build import build_models, distinct_groups, make_planners, start_groups, start_pool
+    from scalerl.trainer.checkpoints import other_attention
     from scalerl.trainer.ppo import Run
     from scalerl.trainer.run_host import LOGS
     from scalerl.trainer.saves import Saves
@@ -304,6 +306,10 @@ def trainer_run(source: ReplayedStep, cfg: PPOConfig, inputs: PPOInputs, process
         pool = start_pool(lease, cfg.trainer, inputs.device, cfg.trainer.timeout_s)
         groups = start_groups(lease, cfg, pool, inputs.device)
         build_models(cfg, groups, StartPhases(say=lambda text: None), inputs.attention)
+        if (saved := source.after or source.before) is not None:
+            attention = groups["actor"].call(MegatronWorker.current_flash_attention)
+            for line in other_attention(read_trainer_state(saved), attention):
+                print(f"replay: {line}")
         run = Run(
             config=cfg,
             samples=samples,

@@ -178,8 +178,13 @@ def test_a_step_is_computed_again(verified: Verified, kept: Kept) -> None:
     code, said = call(replay.main, [run, "2"], kept)
     assert code == 0, said
     assert "DIFFERENT" not in said and said.count(" same") == 6 and "bit for bit" in said
+    assert "attention" not in said
+    # As ranks with FlashAttention 3 would have saved it.
+    state = verified.pair.resumed / "global_step_2" / "trainer_state.json"
+    state.write_text(state.read_text().replace('"flash_attention": null', '"flash_attention": "FA3"'))
     code, said = call(replay.main, [run, "2", "actor_rollout_ref.actor.optim.lr=2e-3"], kept)
     assert code == 1
+    assert "replay: attention was FA3 until that checkpoint and is torch's own now" in said
     # Of each that differs the first number or tensor is named; the loss is of several updates.
     names = [line for line in said.splitlines() if line.startswith("first difference, in ")]
     differing = {line.removeprefix("first difference, in ").partition(": ")[0] for line in names}

@@ -272,7 +272,7 @@ def _mixture_violations(
             "decoder_sparse_step); it would sample from random weights. Set it to embedded"
         )
     own = _own_arguments(config.engine_kwargs)
-    yield from _expert_parallel_violations(own, config.tensor_model_parallel_size, shape, section, device)
+    yield from _expert_parallel_violations(own, config, shape, section, device)
     if verify_weights_every and shape.model_type not in MIXTURES:
         yield (
             f"{section}.verify_weights_every = {verify_weights_every}: the checksums of an SGLang server are not known "
@@ -281,8 +281,9 @@ def _mixture_violations(
 
 
 def _expert_parallel_violations(
-    own: Mapping[str, Any], tp_size: int, shape: ModelShape, section: str, device: str
+    own: Mapping[str, Any], config: ServerConfig, shape: ModelShape, section: str, device: str
 ) -> Iterator[str]:
+    tp_size = config.tensor_model_parallel_size
     try:
         experts = expert_parallel(own, tp_size)
     except ValueError as error:
@@ -293,6 +294,11 @@ def _expert_parallel_violations(
         yield (
             f"{section}.engine_kwargs.sglang.moe_a2a_backend = deepep: DeepEP runs on GPUs alone; leave it out, or set "
             "ep_size"
+        )
+    elif experts.whole_shared_experts and config.dtype != "bfloat16" and not own.get("quantization"):
+        yield (
+            f"{section}.dtype = {config.dtype}: with engine_kwargs.sglang.moe_a2a_backend=deepep SGLang has kernels "
+            "for experts in bfloat16 alone; set it to bfloat16"
         )
     elif tp_size % ep_size or shape.num_experts % ep_size:
         yield (

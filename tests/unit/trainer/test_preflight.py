@@ -110,7 +110,11 @@ def test_experts_shared_over_ranks_are_checked_where_sglang_can_share_them(
     monkeypatch.setattr(preflight, "resolve_device", lambda device: {"auto": "cuda"}[device])
     two.append("trainer.device=auto")
     for argument in ("ep_size=2", "moe_a2a_backend=deepep"):
-        assert check_ppo(config(directory, "qwen3_moe", "sglang", 1, f"{own}.{argument}", *two)) is not None
+        of_ranks = (f"{own}.{argument}", f"{rollout}.dtype=bfloat16")
+        assert check_ppo(config(directory, "qwen3_moe", "sglang", 1, *of_ranks, *two)) is not None
+    deepep = (f"{own}.moe_a2a_backend=deepep", f"{rollout}.dtype=float16")
+    message = violation(directory, "qwen3_moe", "sglang", 0, *deepep, *two)
+    assert message.startswith(f"{rollout}.dtype = float16: with engine_kwargs.sglang.moe_a2a_backend=deepep SGLang has")
     message = violation(directory, "qwen3_moe", "sglang", 0, f"{own}.ep_size=3", *two)
     assert message.startswith(f"{rollout}.engine_kwargs.sglang: 3 ranges of experts") and message.endswith(" of 1, 2")
     message = violation(directory, "qwen3_moe", "sglang", 0, f"{own}.ep_size=many", *two)
