@@ -34,7 +34,7 @@ MARKED_FOLDERS = ("dist", "ray", "sglang", "slurm", "e2e", "gpu")
 TESTS = Path(__file__).parent
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 # Places for all runs and groups of workers that a test has at a time; a place is a number to Ray, no core.
-NUM_WORKERS = 16
+NUM_WORKERS = 28
 # Share of the memory. Ray kills workers when 0.05 are left, and a test may start processes of a few GiB.
 MIN_AVAILABLE = 0.25
 _processes = pytest.StashKey["Processes"]()

@@ -15,8 +15,8 @@ SHARING_FOLDERS = ("dist", "sglang", "slurm")
 # The session's Ray and the processes that runs leave for each other (tests/conftest.py): of tests/ray, and of each file
 # of tests/e2e that takes them.
 KEPT = "what runs leave for each other"
-# The units that take minutes, the longest first: whoever is done with one takes the next.
-LONG = (KEPT, "tests/dist", "tests/slurm", "tests/e2e/test_quickstart.py", "tests/e2e/test_own_run.py", "tests/sglang")
+# The units that take minutes, so that what is left for the end is short: whoever is done with one takes the next.
+LONG = (KEPT, "tests/dist", "tests/slurm", "tests/sglang", "tests/e2e/test_quickstart.py", "tests/e2e/test_own_run.py")
 _TAKES_KEPT = re.compile(r"\bkept: Kept\b|\bprocesses: Processes\b")
 
 
