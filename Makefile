@@ -98,6 +98,7 @@ quickstart-gpu: $(if $(filter $(GPU_VENV)/%,$(GPU_PYTHON)),setup-gpu) ## doctor 
 
 # Two targets side by side, neither of which ends the other. A shell's `&` would make their processes ignore Ctrl-C.
 BESIDE = +@$(MAKE) --no-print-directory --keep-going --jobs=2
+SAID_LAST := The tests of tests/unit run beside these; what they say comes at their end.
 # What one of the two says, together at its end.
 AT_THE_END = log=$$(mktemp) && trap 'rm -f "$$log"' EXIT && { $(1) >"$$log" 2>&1; status=$$?; cat "$$log"; exit $$status; }
 
@@ -114,7 +115,7 @@ test: setup ## all that README promises (TESTS=path: those alone, and all of the
 ifdef TESTS
 	$(PYTEST) $(PYTEST_ARGS) $(TESTS)
 else
-	@echo "The tests of tests/unit run beside these; what they say comes at their end."
+	@echo "$(SAID_LAST)"
 	$(BESIDE) unit-beside services
 endif
 
@@ -125,7 +126,8 @@ services: setup
 	$(PYTEST) $(MAIN) $(PYTEST_ARGS) $(SERVICES)
 
 test-all: setup ## every test but tests/gpu, on every layout
-	@status=0; $(PYTEST) $(PYTEST_ARGS) $(UNIT) || status=1; $(PYTEST) $(PYTEST_ARGS) $(SERVICES) || status=1; exit $$status
+	@echo "$(SAID_LAST)"
+	$(BESIDE) MAIN= QUICK= unit-beside services
 
 # With what `scalerl launch slurm` writes.
 SCRIPTS := .ci/run docker/*.sh scalerl/launch/scripts/* tests/unit/launch/golden/*.sbatch

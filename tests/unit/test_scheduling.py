@@ -63,10 +63,12 @@ def test_files_of_a_folder_that_shares_run_on_one_process(tmp_path: Path) -> Non
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(TEST)
     seen = tmp_path / "seen"
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadscope", "--import-mode=importlib"]
-    command += ["-p", "no:cacheprovider", "--rootdir", str(tmp_path), "tests/dist", "tests/e2e"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "xdist", "-n", "2", "--dist", "loadscope"]
+    command += ["--import-mode=importlib", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    command += ["tests/dist", "tests/e2e"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    environment |= {"PYTHONPATH": str(REPOSITORY), "SEEN": str(seen)}
+    # Other plugins take three processes a second each.
+    environment |= {"PYTHONPATH": str(REPOSITORY), "SEEN": str(seen), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
 

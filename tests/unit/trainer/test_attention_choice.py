@@ -120,9 +120,8 @@ def test_one_that_is_named_is_had_or_an_error(monkeypatch: pytest.MonkeyPatch) -
 
 def test_it_is_tried_in_a_process_with_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the program; this machine has no GPU that one could be refused for."""
-    chosen, violations = choose("auto")
-    assert (chosen.impls, violations) == ((), []) and chosen.text is not None
-    assert chosen.text.count("cannot be imported (No module named") == 2
+    _, (absent,) = choose("FA3")
+    assert "flash_attn_interface cannot be imported (No module named" in absent
     monkeypatch.setenv("PYTHONPATH", str(install(tmp_path, "FA4")), prepend=":")
     assert choose("auto") == (AttentionChoice(("FA4",), "FA4 (trainer.flash_attention_impl=auto)"), [])
 

@@ -12,13 +12,13 @@ import pytest
 
 from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose
 from scalerl.data import PromptCursor, load_tokenizer
-from scalerl.trainer import preflight
+from scalerl.parallel.flash_attention import import_refusal
+from scalerl.trainer import attention_choice, preflight
 from scalerl.trainer.attention_choice import AttentionChoice
 from scalerl.trainer.beginning import finished_at
 from scalerl.trainer.checkpoints import SavedModel
 from scalerl.trainer.main_ppo import main
 from scalerl.trainer.preflight import check_ppo, check_sft
-from tests.flash_attentions import install
 from tests.tiny_models import make_tiny_model
 from tests.whole_saves import save
 
@@ -459,7 +459,10 @@ def test_the_attention_of_a_run_on_gpus_is_chosen_before_its_start(
 ) -> None:
     """In float32, and on other machines, nothing is."""
     monkeypatch.setattr(preflight, "resolve_device", lambda device: "cuda")
-    monkeypatch.setenv("PYTHONPATH", str(install(tmp_path, "FA4")), prepend=":")
+    absent = import_refusal("FA3", "No module named flash_attn_interface")
+    monkeypatch.setattr(
+        attention_choice, "try_flash_attention", lambda *impls, head_sizes: dict.fromkeys(impls) | {"FA3": absent}
+    )
     keys, dtype = ["trainer.device=auto"], "megatron.dtype=bfloat16"
     cfg = config(directory, "qwen3", "embedded", 0, *keys, f"actor_rollout_ref.actor.{dtype}")
     assert check_ppo(cfg).attention == AttentionChoice(("FA4",), "FA4 (trainer.flash_attention_impl=auto)")
