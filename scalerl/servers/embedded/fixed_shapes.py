@@ -1,7 +1,8 @@
 """The parts of a forward pass that depend on shapes, in shapes that are the same however many rows are computed.
 
-A matrix product may add in another order when its shape changes. So products with weights, attention and experts are
-computed for NUM_ROWS rows at a time, or for the tokens of one prompt; all else of a forward pass is row by row.
+A matrix product may add in another order when its shape changes. So products with weights and experts are computed for
+NUM_ROWS rows at a time, or for the tokens of one prompt; all else of a forward pass is row by row, attention too, whose
+kernel takes one row and head after the other. A batch of products of one shape computes each as it would be alone.
 """
 
 from __future__ import annotations
@@ -103,14 +104,28 @@ def linear_in_blocks(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
         return F.linear(input, weight, bias)
     rows_RK, weight_KN = input.reshape(-1, input.shape[-1]), weight.t()
     if num_rows is None:
-        assert len(rows_RK) % NUM_ROWS == 0, len(rows_RK)
-        output_RN = rows_RK.new_empty(len(rows_RK), weight.shape[0])
-        for block, output in zip(rows_RK.split(NUM_ROWS), output_RN.split(NUM_ROWS), strict=True):
-            _product(block, weight_KN, bias, output)
+        output_RN = _products(rows_RK, weight_KN, bias)
     else:
         sizes = list(num_rows) if len(rows_RK) == sum(num_rows) else [1] * len(rows_RK)
         output_RN = torch.cat([_product(_aligned(block), weight_KN, bias) for block in rows_RK.split(sizes)])
     return output_RN.view(*input.shape[:-1], weight.shape[0])
+
+
+def _products(rows_RK: Tensor, weight_KN: Tensor, bias: Tensor | None) -> Tensor:
+    """[R, N] of blocks of NUM_ROWS rows.  In float32 one call multiplies all of them, each as it would be alone."""
+    assert len(rows_RK) % NUM_ROWS == 0, len(rows_RK)
+    if rows_RK.dtype == torch.float32:
+        blocks_BRK = rows_RK.view(-1, NUM_ROWS, rows_RK.shape[1])
+        weights_BKN = weight_KN.expand(len(blocks_BRK), -1, -1)
+        if bias is None:
+            output_BRN = torch.bmm(blocks_BRK, weights_BKN)
+        else:
+            output_BRN = torch.baddbmm(bias, blocks_BRK, weights_BKN)
+        return output_BRN.view(len(rows_RK), -1)
+    output_RN = rows_RK.new_empty(len(rows_RK), weight_KN.shape[1])
+    for block, output in zip(rows_RK.split(NUM_ROWS), output_RN.split(NUM_ROWS), strict=True):
+        _product(block, weight_KN, bias, output)
+    return output_RN
 
 
 def _product(rows_RK: Tensor, weight_KN: Tensor, bias: Tensor | None, output_RN: Tensor | None = None) -> Tensor:
@@ -133,7 +148,7 @@ def attention_in_blocks(
     prompt_lens: Sequence[int] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' sdpa attention, [B, T, heads, d], for NUM_ROWS rows of one token at a time, or for each prompt.
+    """transformers' sdpa attention, [B, T, heads, d], of one token of each row, or of each prompt.
 
     query, key, value: [B, heads, T, d].  prompt_lens: tokens of each prompt, if T is all of them, one after the other.
     """
@@ -147,11 +162,7 @@ def attention_in_blocks(
         return torch.cat([output.transpose(1, 2) for output in outputs], 1), None
     if query.shape[2] > 1 or attention_mask is None:  # one prompt
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    outputs = [
-        attention_of_one_token(q, k, v, mask, scaling)
-        for q, k, v, mask in zip(*(x.split(NUM_ROWS) for x in (query, key, value, attention_mask)), strict=True)
-    ]
-    return torch.cat(outputs).transpose(1, 2).contiguous(), None
+    return attention_of_one_token(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
 
 
 def attention_of_one_token(

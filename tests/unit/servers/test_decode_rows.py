@@ -152,7 +152,10 @@ def test_attention_of_one_token(num_heads: int, num_key_heads: int, dtype: torch
 
 
 class _Products(TorchDispatchMode):
-    """Shapes of matrix products and attention; a product over one number adds nothing and is left out."""
+    """Shapes of matrix products and attention, of a batch those of one of its products.
+
+    A product over one number adds nothing and is left out.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +165,8 @@ class _Products(TorchDispatchMode):
         self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.overloadpacket.__name__
-        shapes = tuple(tuple(arg.shape) for arg in args if isinstance(arg, torch.Tensor))
+        batched = name in ("bmm", "baddbmm") or "attention" in name
+        shapes = tuple(tuple(arg.shape)[batched:] for arg in args if isinstance(arg, torch.Tensor))
         is_product = name in ("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "einsum", "linear")
         if (is_product and shapes[-1][-2:-1] != (1,)) or "attention" in name or "convolution" in name:
             self.shapes.add((name, *shapes))
