@@ -108,12 +108,11 @@ class DecodeRows:
         The other rows are not changed.
         """
         for before in list(self._of_length.values()):
-            full = before.full()
-            for row in full:
-                length, layers = before.row(row)
+            if full := before.full():
+                length = before.num_keys
                 assert length < self._capacity, (length, self._capacity)
-                self._rows(length).add([row], length, layers)
-            before.remove(full)
+                self._rows(length).add(full, length, before.layers(full))
+                before.remove(full)
         stepped = [rows for rows in self._of_length.values() if not tokens.keys().isdisjoint(rows.rows)]
         logits_RV = torch.cat([rows.step(tokens) for rows in stepped])
         order = [row for rows in stepped for row in rows.rows]
@@ -160,12 +159,13 @@ class _Rows:
         """The rows without room for the key of their next token."""
         return [row for row, length in zip(self.rows, self._lengths, strict=True) if length == self.num_keys]
 
-    def row(self, row: int) -> tuple[int, list[tuple[Tensor, Tensor]]]:
-        """The length of a row, and each layer's keys and values."""
-        place = self.rows.index(row)
-        return self._lengths[place], [layer.of(place, self._lengths[place]) for layer in self._layers]
+    def layers(self, rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Each layer's keys and values of these rows, [len(rows), heads, num_keys, d]."""
+        places = [self.rows.index(row) for row in rows]
+        return [layer.of(places) for layer in self._layers]
 
     def add(self, rows: Sequence[int], length: int, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Appends rows of this length.  layers: keys and values of each, or, [heads, T, d], of all of them."""
         for layer, (keys, values) in zip(self._layers, layers, strict=True):
             layer.write(len(self.rows), len(rows), keys, values)
         self.rows += rows
@@ -272,15 +272,15 @@ class _RowLayer(CacheLayerMixin):
         self._num_keys = num_keys
 
     def write(self, first: int, num_rows: int, keys: Tensor, values: Tensor) -> None:
-        """Fills rows from `first` on with the same keys and values [heads, T, d]."""
+        """Fills rows from `first` on with keys and values [num_rows, heads, T, d], or the same [heads, T, d] in all."""
         self.keys = self._with_room(self.keys, first + num_rows, keys)
         self.values = self._with_room(self.values, first + num_rows, values)
         self.is_initialized = True
-        self.num_heads = keys.shape[0]
+        self.num_heads = keys.shape[-3]
         for mine, states in ((self.keys, keys), (self.values, values)):
-            mine[first : first + num_rows, :, : states.shape[1]] = states
+            mine[first : first + num_rows, :, : states.shape[-2]] = states
             # A number that is not finite would reach a masked place's neighbours.
-            mine[first : first + num_rows, :, states.shape[1] :] = 0
+            mine[first : first + num_rows, :, states.shape[-2] :] = 0
 
     def _with_room(self, mine: Tensor | None, num_rows: int, states: Tensor) -> Tensor:
         room = 0 if mine is None else mine.shape[0]
@@ -288,15 +288,15 @@ class _RowLayer(CacheLayerMixin):
             assert mine is not None
             return mine
         grown = states.new_zeros(
-            max(2 * room, num_rows + -num_rows % NUM_ROWS), states.shape[0], self._num_keys, states.shape[2]
+            max(2 * room, num_rows + -num_rows % NUM_ROWS), states.shape[-3], self._num_keys, states.shape[-1]
         )
         if mine is not None:
             grown[:room] = mine
         return grown
 
-    def of(self, row: int, length: int) -> tuple[Tensor, Tensor]:
+    def of(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         assert self.keys is not None and self.values is not None
-        return self.keys[row, :, :length], self.values[row, :, :length]
+        return self.keys[list(rows)], self.values[list(rows)]
 
     def move(self, sources: Sequence[int], places: Sequence[int]) -> None:
         assert self.keys is not None and self.values is not None
