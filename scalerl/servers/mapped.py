@@ -1,4 +1,4 @@
-"""Memory shared between processes of a machine, where trainer ranks write buckets of weights and SGLang reads them.
+"""Memory shared between processes of a machine, where trainer ranks write buckets of weights and servers read them.
 
 It has no file name, so a killed run leaves nothing behind. It is mapped once and used for all syncs, because new pages
 cost far more than a copy: the kernel clears each, and a virtual machine first gets them from its host.
@@ -87,12 +87,8 @@ class BucketPlace:
     offset: int
     entries: Sequence[TensorEntry]
 
-    def serialize(self) -> str:
-        """The place as base64 text, without values, for `RolloutClient.update_weights` with MAPPED_LOADER.
-
-        SGLang passes (name, tensor) pairs to a loader, unpickled by an allow-list, so the handle is the name of an
-        empty tensor.
-        """
+    def handle(self) -> str:
+        """The place as JSON text, without values, which `read` takes once it is parsed."""
         handle = {
             "path": self.memory.path,
             "identity": self.memory.identity,
@@ -102,7 +98,15 @@ class BucketPlace:
                 for entry in self.entries
             ],
         }
-        return base64.b64encode(pickle.dumps([(json.dumps(handle), _Empty())])).decode("ascii")
+        return json.dumps(handle)
+
+    def serialize(self) -> str:
+        """The handle as base64 text for SGLang's update of weights with MAPPED_LOADER.
+
+        SGLang passes (name, tensor) pairs to a loader, unpickled by an allow-list, so the handle is the name of an
+        empty tensor.
+        """
+        return base64.b64encode(pickle.dumps([(self.handle(), _Empty())])).decode("ascii")
 
 
 class _Empty:

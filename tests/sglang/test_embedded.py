@@ -10,9 +10,11 @@ import torch
 
 from scalerl.rollout.generation import generate_samples
 from scalerl.servers.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
+from scalerl.servers.engines import ENGINES
 from scalerl.servers.requests import unfinished_requests
-from scalerl.servers.weights import serialize_bucket
+from scalerl.servers.weights import Bucket
 from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, Engine, Model
+from tests.unit.servers.test_mapped import place_of
 
 SAMPLED = SamplingParams(max_new_tokens=16, temperature=1.0, ignore_eos=True)
 
@@ -67,6 +69,7 @@ def test_seeds_are_required(embedded: Engine) -> None:
         embedded.generate([GenerateRequest("p", [5], 2, SAMPLED)])
 
 
+@pytest.mark.parametrize("is_mapped", [False, True])
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -75,14 +78,17 @@ def test_seeds_are_required(embedded: Engine) -> None:
     ],
 )
 def test_an_unknown_name_or_a_wrong_shape_is_refused_and_nothing_of_the_bucket_is_loaded(
-    embedded: Engine, model_b: Model, bad: str, message: str
+    embedded: Engine, model_b: Model, bad: str, message: str, is_mapped: bool
 ) -> None:
     before = embedded.client.checksums()
     embedded.client.begin_weight_update()
-    bucket = [("lm_head.weight", dict(model_b.weights())["lm_head.weight"]), (bad, torch.zeros(3))]
+    named = [("lm_head.weight", dict(model_b.weights())["lm_head.weight"]), (bad, torch.zeros(3))]
+    bucket = Bucket(named, place_of(named) if is_mapped else None)
     try:
         with pytest.raises(RolloutError, match=message):
-            embedded.client.update_weights([serialize_bucket(bucket, "embedded")], flush_cache=True)
+            embedded.client.update_weights(
+                [ENGINES["embedded"].serialize(bucket)], flush_cache=True, is_mapped=is_mapped
+            )
     finally:
         embedded.client.end_weight_update(0)
     assert embedded.client.checksums() == before

@@ -14,7 +14,8 @@ import torch
 
 from scalerl.optional_imports import torch_compiler_when_needed, without
 from scalerl.servers.access import OPEN_PATH, is_authorized, take_key
-from scalerl.servers.engines.protocol import FLATTENED
+from scalerl.servers.engines.protocol import FLATTENED, MAPPED
+from scalerl.servers.mapped import read
 from scalerl.servers.process import address_family
 from scalerl.servers.update_group import broadcast, join_group, leave_group, num_bytes, reach_store, unpack_bytes
 from scalerl.servers.wire import EVENT_END, LAST_EVENT
@@ -108,7 +109,11 @@ class Endpoints:
         blobs = body["serialized_named_tensors"]
         if len(blobs) != 1:
             raise RefusedError(f"{len(blobs)} buckets for the 1 rank of the embedded engine")
-        self._engine.update_weights(blobs[0], body.get("weight_version"))
+        if body.get("load_format") == MAPPED:
+            self._engine.require_session("update_weights_from_tensor")
+            self._engine.load(dict(read(json.loads(blobs[0]))), body.get("weight_version"))
+        else:
+            self._engine.update_weights(blobs[0], body.get("weight_version"))
         return SUCCESS
 
     def _join_group(self, body: dict[str, Any]) -> Any:

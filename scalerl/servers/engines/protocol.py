@@ -17,8 +17,9 @@ from scalerl.servers.requests import GenerateOutput, GenerateRequest, RolloutErr
 from scalerl.servers.slots import Slot
 from scalerl.servers.wire import message_of, output_of, read_events
 
-# The format of the buckets that SGLang reads (`weights.flattened_text`).
+# `load_format` of a bucket as SGLang reads it (`weights.flattened_text`), and of one that the embedded engine maps.
 FLATTENED = "flattened_bucket"
+MAPPED = "mapped"
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gc
 import io
+import json
 import os
 import pickle
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.torch import load as load_safetensors
 
 from scalerl.servers import mapped
 from scalerl.servers.engines import ENGINES
+from scalerl.servers.engines.protocol import MAPPED
 from scalerl.servers.engines.sglang import MAPPED_LOADER
 from scalerl.servers.mapped import BucketPlace, MappedBytes
 from scalerl.servers.weights import Bucket, flat_layout
@@ -124,4 +126,9 @@ def test_a_bucket_in_it_is_sent_without_a_copy_or_as_values() -> None:
     assert bucket.is_mapped and ENGINES["sglang"].serialize(bucket) == place.serialize()
     call = ENGINES["sglang"].update_weights(["text"], flush_cache=True, policy_version=1, is_mapped=True)
     assert call.body is not None and call.body["load_format"] == MAPPED_LOADER
-    assert torch.equal(load_safetensors(base64.b64decode(ENGINES["embedded"].serialize(bucket)))["c"], NAMED[2][1])
+    call = ENGINES["embedded"].update_weights(["text"], flush_cache=True, policy_version=1, is_mapped=True)
+    assert call.body is not None and call.body["load_format"] == MAPPED
+    read = dict(mapped.read(json.loads(ENGINES["embedded"].serialize(bucket))))
+    assert torch.equal(read["c"], NAMED[2][1])
+    values = ENGINES["embedded"].serialize(Bucket(bucket.named))
+    assert torch.equal(load_safetensors(base64.b64decode(values))["c"], NAMED[2][1])
