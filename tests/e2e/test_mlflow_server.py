@@ -179,7 +179,6 @@ def test_what_waits_at_the_end_is_delivered_by_the_process_that_resumes(server, 
     assert not (tmp_path / "mlflow_spool" / run_id).exists()
 
 
-@pytest.mark.full
 def test_what_waits_of_a_run_that_is_over_is_delivered_by_the_command(server, tmp_path, capsys):
     tracking = open_run(server, tmp_path, finish_timeout_s=10)
     run_id = tracking.run_id

@@ -29,6 +29,7 @@ from scalerl.protocol import DataProto, Jagged
 from scalerl.servers.client import GenerateRequest, RolloutClient, SamplingParams
 from scalerl.servers.process import RolloutServer, start_on_free_port
 from scalerl.servers.replica import Replica
+from tests.lanes import full
 from tests.ray.workers import SyncingWorker
 from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, Engine, Model, make_model, make_server
 
@@ -250,13 +251,12 @@ def wide_trainer(
     start_group.stop(group)
 
 
-@pytest.mark.full
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="SGLang on CPU binds each rank to a core of its own")
-@pytest.mark.parametrize("transport", ["shared", "broadcast", "disk"])
+@pytest.mark.parametrize("transport", ["shared", full("broadcast"), full("disk")])
 # Apart from the transports: in one table with them every case would start a server of its own.
 @pytest.mark.parametrize(
     ("wide_server", "wide_trainer"),
-    [("qwen2", "tp2"), ("qwen3_moe", "tp2 x ep2"), ("qwen3_moe", "ep2")],
+    [("qwen2", "tp2"), full("qwen3_moe", "tp2 x ep2"), full("qwen3_moe", "ep2")],
     indirect=True,
 )
 def test_two_ranks_feed_a_server_on_two(

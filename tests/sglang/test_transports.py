@@ -27,6 +27,7 @@ from scalerl.servers.replica import Replica
 from scalerl.servers.supervise import descendants
 from scalerl.servers.update_group import address_towards, in_sending_order, pack_bytes
 from scalerl.servers.weights import checksum_differences, expected_checksums
+from tests.lanes import full
 from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, START_TIMEOUT_S, Engine, Model, rollout_config
 
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
@@ -183,8 +184,7 @@ def start_on_ipv6(model: Model, tmp_path: Path) -> Engine:
     )
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("shared_engine", ["embedded", "sglang"], indirect=True)
+@pytest.mark.parametrize("shared_engine", ["embedded", full("sglang")], indirect=True)
 def test_a_server_that_is_lost_takes_no_other_with_it_and_its_successor_joins(
     start_engine: Callable[..., Engine],
     engine: Engine,

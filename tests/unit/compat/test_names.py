@@ -63,6 +63,7 @@ def table() -> dict[str, str]:
     for line in PAGE.read_text(encoding="utf-8").split("## Code that was written with verl's helpers")[1].splitlines():
         cells = [cell.strip() for cell in line.split("|")]
         if len(cells) == 5 and cells[2].startswith("`scalerl"):
+            assert cells[3], f"{cells[1]}: the page does not say what the loop uses instead"
             module_of |= dict.fromkeys(re.findall(r"`(\w+)`", cells[1]), cells[2].strip("`"))
     return module_of
 

@@ -27,6 +27,11 @@ from tests.model_configs import model_directory, read_config
 EIGHT = ("trainer.n_gpus_per_node=8", "actor_rollout_ref.rollout.n=8")
 MEGATRON = "actor_rollout_ref.actor.megatron"
 ROLLOUT = "actor_rollout_ref.rollout"
+OFFLOADED = [
+    f"{megatron}.{part}_offload=true"
+    for megatron in (MEGATRON, "critic.megatron")
+    for part in ("param", "grad", "optimizer")
+]
 H100 = device_memory_bytes("h100")
 
 
@@ -104,6 +109,15 @@ def test_offloaded_parts_are_there_when_they_are_needed() -> None:
     assert {"critic weights", "critic gradients", "critic optimizer"} <= critic.keys()
     assert "actor weights" in phase(planned, "actor log-probs") and "actor optimizer" in phase(planned, "save")
     assert "actor optimizer" not in phase(planned, "weight sync") and "server weights" in phase(planned, "weight sync")
+
+
+def test_the_largest_model_that_is_saved_is_counted() -> None:
+    cfg = config("+recipe=ppo", *OFFLOADED)
+    large, small = shapes("qwen3-8b")["critic"], shapes("qwen3-1.7b")["actor"]
+    planned = memory_plan(cfg, {"actor": small, "critic": large}, memory_bytes=H100, on_cpu=False)
+    saved = phase(planned, "save")
+    assert {"critic weights", "critic optimizer"} <= saved.keys() and "actor optimizer" not in saved
+    assert "actor optimizer" in phase(plan("+recipe=ppo", *OFFLOADED), "save"), "the critic has no vocabulary's head"
 
 
 def test_servers_weights_leave_for_a_save_that_has_no_room_beside_them() -> None:
