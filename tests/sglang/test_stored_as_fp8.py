@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from scalerl.families import copy_beside_weights, read_config
 from scalerl.servers.client import GenerateRequest, SamplingParams
 from scalerl.servers.weights import checksum_differences, expected_checksums
+from tests.lanes import full
 from tests.sglang.conftest import MAX_MODEL_LEN, Engine, Model, make_model
 from tests.tiny_models import store_as_fp8
 
@@ -44,8 +45,7 @@ def meant(stored: Path, tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model.load(path)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["sglang", "embedded"])
+@pytest.mark.parametrize("kind", [full("sglang"), "embedded"])
 def test_four_times_the_original_length(
     start_engine: Callable[..., Engine], stored: Path, meant: Model, kind: str
 ) -> None:
