@@ -124,6 +124,7 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, host: RunHost) -> Iterator[Run]:
                 config=cfg,
                 roles=trained_models(cfg),
                 state=length_of_epochs(cfg, num_steps) | {checkpoints.FLASH_ATTENTION: attention},
+                chat_template=inputs.chat_template,
                 commits_on_error=inputs.fit is not None,
             ),
             start=phases,

@@ -31,6 +31,7 @@ from scalerl.config.save import RESOLVED_CONFIG, read_resolved, save_resolved
 from scalerl.config.schema import RunConfig
 from scalerl.config.value_checks import show
 from scalerl.families import Head, ModelShape, copy_beside_weights, value_model_config
+from scalerl.model_files import set_chat_template
 from scalerl.runtime.code_version import code_version
 from scalerl.tracking.backend import flat_config
 
@@ -209,10 +210,12 @@ def write(
     state: dict[str, Any],
     config: PPOConfig | SFTConfig | None = None,
     roles: Collection[str] = (),
+    chat_template: str | None = None,
 ) -> None:
     """Writes all of a checkpoint into `tmp`, which begin_save created; it counts for nothing until `publish`.
 
     config: of the run, saved beside the models.  roles: the models that the run trains.
+    chat_template: the run's own (data.chat_template_path), saved with every model; None: each keeps its own.
     Raises CheckpointWriteError, also if one of `roles` was not written.
     """
     with _removed_on_failure(tmp, root, step):
@@ -220,7 +223,7 @@ def write(
             directory = tmp / role
             directory.mkdir(exist_ok=True)
             model.write(str(directory))
-            _describe(model, directory / "huggingface")
+            _describe(model, directory / "huggingface", chat_template)
         if missing := sorted(role for role in roles if not _has_weights(tmp / role)):
             raise CheckpointWriteError(
                 f"{root}: the checkpoint of step {step} was not written: the run trains {', '.join(sorted(roles))}, "
@@ -275,10 +278,12 @@ def _removed_on_failure(tmp: Path, root: str, step: int) -> Iterator[None]:
         raise
 
 
-def _describe(model: SavedModel, huggingface: Path) -> None:
+def _describe(model: SavedModel, huggingface: Path, chat_template: str | None) -> None:
     """Writes a Hugging Face model directory without the weights, which merge copies into the merged model."""
     huggingface.mkdir()
     copy_beside_weights(model.model_path, huggingface)
+    if chat_template is not None:
+        set_chat_template(huggingface, chat_template)
     if model.head == "value":
         config = huggingface / "config.json"
         config.write_text(json.dumps(value_model_config(json.loads(config.read_text())), indent=2) + "\n")

@@ -84,6 +84,8 @@ class PPOInputs:
     fit: Fit | None = None
     memory: MemoryPlan | None = None
     attention: AttentionChoice = field(default_factory=AttentionChoice)
+    # The text of data.chat_template_path; None: the model's own.
+    chat_template: str | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ class SFTInputs:
     resumed: checkpoints.Resumed
     memory: MemoryPlan | None = None
     attention: AttentionChoice = field(default_factory=AttentionChoice)
+    # The text of data.chat_template_path; None: the model's own.
+    chat_template: str | None = None
 
 
 def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True) -> PPOInputs:
@@ -160,7 +164,8 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
     )
     errors.raise_if_any()
     assert tokenizer is not None and train is not None and val is not None and resumed is not None
-    return PPOInputs(shapes, tokenizer, train, val, device, resumed, fit, memory, attention)
+    template = _own_template(tokenizer, cfg.data.chat_template_path)
+    return PPOInputs(shapes, tokenizer, train, val, device, resumed, fit, memory, attention, template)
 
 
 def _this_machine(errors: ErrorCollector, trainer: RunConfig, *, serves: bool) -> str:
@@ -178,6 +183,13 @@ def _policy_tokenizer(model: ModelConfig, key: str, template_path: str | None) -
     tokenizer = load_tokenizer(model_directory(model.path, key), model.trust_remote_code)
     use_chat_template(tokenizer, template_path)
     return tokenizer
+
+
+def _own_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> str | None:
+    """The text by which the rows became tokens, whatever is in the file later; None where it is the model's."""
+    template = tokenizer.chat_template if path is not None else None
+    assert template is None or isinstance(template, str), "use_chat_template sets a text"
+    return template
 
 
 def _scorers_without_prompts(cfg: PPOConfig, *datasets: RLHFDataset | PromptTable) -> Iterator[str]:
@@ -321,8 +333,9 @@ def check_sft(cfg: SFTConfig, device: str | None = None, *, digests: bool = True
         errors, cfg.trainer, cfg.data, models, train, tokenizer, trust_remote_code=remote, digests=digests
     )
     errors.raise_if_any()
-    assert shape is not None and train is not None and resumed is not None
-    return SFTInputs(shape, train, val, device, resumed, memory, attention)
+    assert shape is not None and tokenizer is not None and train is not None and resumed is not None
+    template = _own_template(tokenizer, cfg.data.chat_template_path)
+    return SFTInputs(shape, train, val, device, resumed, memory, attention, template)
 
 
 def find_resume_point_again(

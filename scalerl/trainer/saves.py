@@ -44,6 +44,7 @@ class Saves:
 
     config: of the run, which is saved with it.  roles: the models that the run trains; a save without one fails.
     state: what the state of every save has beside that of the step.
+    chat_template: the run's own, which every saved model gets; None: each keeps its model directory's.
     commits_on_error: where the loop ends by an exception, what it has not committed becomes a checkpoint, as a loop of
     the user's own need not call `commit`. Else it is dropped: nobody logged that step, and it is done again.
     """
@@ -55,6 +56,7 @@ class Saves:
         config: PPOConfig | SFTConfig | None = None,
         roles: Collection[str] = (),
         state: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
         commits_on_error: bool = False,
     ) -> None:
         self._state, self._commits_on_error = dict(state or {}), commits_on_error
@@ -62,7 +64,11 @@ class Saves:
         metric = trainer.best_ckpt_metric
         self._metric = metric
         self._write = functools.partial(
-            checkpoints.write, root=trainer.default_local_dir, config=config, roles=frozenset(roles)
+            checkpoints.write,
+            root=trainer.default_local_dir,
+            config=config,
+            roles=frozenset(roles),
+            chat_template=chat_template,
         )
         best = None if metric is None else Best(trainer.best_ckpt_to_keep, metric, trainer.best_ckpt_mode)
         self._kept = Kept(trainer.max_actor_ckpt_to_keep, best, trainer.ckpt_every_to_keep)

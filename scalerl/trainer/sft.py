@@ -212,6 +212,7 @@ def sft_run(cfg: SFTConfig, inputs: SFTInputs, host: RunHost) -> Iterator[SFTRun
                 config=cfg,
                 roles=("actor",),
                 state=length_of_epochs(cfg, num_steps) | {checkpoints.FLASH_ATTENTION: attention},
+                chat_template=inputs.chat_template,
             ),
         )
         # Trackers open in background threads: one that cannot be opened ends the run here, not after the first step.

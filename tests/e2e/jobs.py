@@ -285,6 +285,13 @@ class Inputs:
             pq.write_table(type(table).from_pylist(rows, schema=table.schema), files[split])
         return files
 
+    def own_template(self, directory: Path) -> Path:
+        """A file with another chat template than the model's, which makes the same prompts."""
+        file = directory / "own.jinja"
+        template = (self.model / "chat_template.jinja").read_text(encoding="utf-8")
+        file.write_text("{# own #}" + template, encoding="utf-8")
+        return file
+
     def overrides(self, run_dir: Path, *more: str) -> list[str]:
         """Arguments of a short GRPO run on the embedded engine; `more` comes last and wins."""
         policy = "actor_rollout_ref"

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from scalerl.data import load_tokenizer
 from scalerl.families import value_model_config
 from scalerl.merge import merge
 from tests.e2e.graded_reward import compute_score
@@ -64,7 +65,8 @@ def run(kept: Kept, inputs: Inputs, run_dir: Path, *overrides: str) -> Done:
 @pytest.fixture(scope="module")
 def colocated(inputs: Inputs, kept: Kept, tmp_path_factory: pytest.TempPathFactory) -> Done:
     run_dir = tmp_path_factory.mktemp("colocated")
-    return run(kept, inputs, run_dir, *GAE, "trainer.critic_warmup=1", f"trainer.save_freq={STEPS}")
+    template = f"data.chat_template_path={inputs.own_template(run_dir)}"
+    return run(kept, inputs, run_dir, *GAE, "trainer.critic_warmup=1", f"trainer.save_freq={STEPS}", template)
 
 
 def test_a_critic_learns_first_and_then_both(colocated: Done) -> None:
@@ -134,6 +136,13 @@ def test_the_critic_of_a_checkpoint_is_a_model_of_transformers(colocated: Done, 
     model, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert model.config.num_labels == 1 and model.score.weight.abs().sum() > 0
+
+
+def test_all_models_of_a_checkpoint_have_the_chat_template_of_the_run(colocated: Done) -> None:
+    wanted = (colocated.run_dir / "own.jinja").read_text()
+    for role in ("actor", "critic"):
+        saved = colocated.run_dir / f"global_step_{STEPS}" / role / "huggingface"
+        assert load_tokenizer(saved).chat_template == wanted
 
 
 # --- reward model ---

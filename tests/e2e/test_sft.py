@@ -11,6 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from scalerl.checkpoint.store import integrity_problem
+from scalerl.data import load_tokenizer
+from scalerl.merge import merge
 from tests.dist.test_checkpoint_faults import damage, flip
 from tests.e2e.jobs import Inputs, Record
 from tests.e2e.kept import Kept
@@ -47,6 +49,8 @@ def overrides(inputs: Inputs, directory: Path, *more: str) -> list[str]:
 def test_a_resumed_run_has_the_numbers_of_one_that_was_not_interrupted(
     inputs: Inputs, kept: Kept, tmp_path: Path
 ) -> None:
+    """Both with a chat template of their own, which a model that is merged from the resumed one has."""
+    template = inputs.own_template(tmp_path)
     numbers: dict[str, dict[int, dict[str, float]]] = {}
     saved: dict[str, dict[str, str]] = {}
     for name, lengths in (("whole", [4]), ("in parts", [2, 4])):
@@ -55,6 +59,7 @@ def test_a_resumed_run_has_the_numbers_of_one_that_was_not_interrupted(
             more = [f"trainer.total_training_steps={steps}", "trainer.save_freq=2", "trainer.test_freq=2"]
             # Step 2 of the whole run is written while step 3 trains; the other run ends with it.
             more += ["trainer.async_save=true", "trainer.max_actor_ckpt_to_keep=null"]
+            more.append(f"data.chat_template_path={template}")
             # The learning rate does not depend on how many steps there are.
             finished = kept.sft(overrides(inputs, tmp_path, *more, f"trainer.default_local_dir={run_dir}"))
             assert finished.code == 0, finished.tail()
@@ -67,6 +72,8 @@ def test_a_resumed_run_has_the_numbers_of_one_that_was_not_interrupted(
     assert numbers["whole"].keys() == {0, 1, 2, 3, 4} and numbers["whole"][4]["train/grad_norm"] > 0
     assert numbers["in parts"] == numbers["whole"]
     assert len(saved["whole"]) == 4 and saved["in parts"] == saved["whole"]
+    merge(tmp_path / "in_parts" / "global_step_4" / "actor", tmp_path / "merged")
+    assert load_tokenizer(tmp_path / "merged").chat_template == template.read_text()
 
 
 @pytest.mark.full

@@ -29,7 +29,8 @@ class ChatConfig(FilesConfig):
     # Column with the function schemas of a row, which may be missing: a list, or JSON text of one. A row without any
     # has chat_template_kwargs.tools.
     tools_key: str = key("tools", TEXT)
-    # Jinja file with a chat template; null: the one in the model's directory. Merged models keep their directory's.
+    # Jinja file with a chat template; null: the one in the model's directory. A run's checkpoints have it, and so the
+    # models that are merged from them.
     chat_template_path: str | None = key(None, or_null(TEXT))
 
 

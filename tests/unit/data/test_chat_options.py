@@ -63,6 +63,31 @@ def test_conversations_take_them_and_learn_the_reasoning(write, make_tokenizer, 
     assert tokenizer.decode(row.input_ids).startswith("add (hm) user")
 
 
+def test_thoughts_of_earlier_answers_reach_the_prompts_of_training_and_generation(
+    write, make_tokenizer, make_row, template
+) -> None:
+    """`reasoning_content`. Parquet gives the key to every message; one without a thought has none in the template."""
+    tokenizer = make_tokenizer(None)
+    use_chat_template(tokenizer, template)
+    turns = [
+        {"role": "user", "content": "1 + 1"},
+        {"role": "assistant", "content": "2", "reasoning_content": "hm"},
+        {"role": "user", "content": "2 + 2"},
+    ]
+    shown = [
+        "user 1 + 1<|end|>assistant ",
+        "user 1 + 1<|end|>(hm) assistant 2<|end|>user 2 + 2<|end|>assistant ",
+    ]
+    for name in ("thoughts.parquet", "thoughts.jsonl"):
+        path = write([make_row() | {"prompt": messages} for messages in (turns[:1], turns)], name)
+        rows = RLHFDataset(path, tokenizer, DataConfig())
+        assert [tokenizer.decode(rows[i].input_ids) for i in range(2)] == shown
+        assert [rows[i].messages for i in range(2)] == [turns[:1], turns]
+        cfg = compose("generation", ["model.path=m", "data.output_path=o.parquet", f"data.path={path}"])
+        prompts = read_prompts(read_tables(resolve_files(path, cfg.data.cache_dir)), cfg, tokenizer)
+        assert [tokenizer.decode(prompt.input_ids) for prompt in prompts] == shown
+
+
 def test_a_row_may_have_tools_of_its_own(write, make_tokenizer, make_row, template, tmp_path) -> None:
     """As a list, of which parquet makes one type for all rows, or as JSON text; a row without has those of all."""
     tokenizer = make_tokenizer(

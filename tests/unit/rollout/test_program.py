@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scalerl.config.schema import ProgramConfig
-from scalerl.data import PromptRow
+from scalerl.config.schema import DataConfig, ProgramConfig
+from scalerl.data import PromptRow, RLHFDataset
 from scalerl.rollout.program import Ask, Servers, Tools, load_program, run_program, single_turn
 from scalerl.rollout.samples import turn_seed
 from scalerl.servers.requests import GenerateOutput, SamplingParams
 from scalerl.user_code import UserCodeError
+from tests.tiny_models import tiny_tokenizer
 
 PROMPT = PromptRow(3, [1, 2], 2, "source", "truth", {}, [{"role": "user", "content": "?"}], "rule")
 TOOLS = Tools(None, 0)
@@ -55,6 +59,32 @@ def test_turns_and_observations_are_one_sequence() -> None:
     assert (trajectory.num_tokens, trajectory.num_sampled_tokens, trajectory.room) == (4, 2, 4)
     assert (trajectory.policy_version, trajectory.finish_reason) == (4, "stop")
     assert (trajectory.uid, trajectory.sample_index, len(trajectory.turns)) == (7, 1, 2)
+
+
+def test_a_prompt_is_the_row_with_the_schemas_of_its_functions(tmp_path: Path) -> None:
+    """And has every field that the page names."""
+    page = (Path(__file__).parents[3] / "docs" / "extending.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(\w+)`", next(line for line in page.splitlines() if line.startswith("| `prompt` | the row:")))
+    assert "tools" in named and set(named[1:]) <= {field.name for field in fields(PromptRow)}
+
+    async def with_the_rows_functions(prompt: Any, servers: Servers, tools: Tools) -> Any:
+        trajectory = await with_a_tool(prompt, servers, tools)
+        trajectory.extra = {"functions": [tool["function"]["name"] for tool in prompt.tools]}
+        return trajectory
+
+    row = {
+        "data_source": "source",
+        "prompt": PROMPT.messages,
+        "ability": "",
+        "reward_model": {"style": "rule", "ground_truth": "truth"},
+        "extra_info": None,
+    }
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row | {"tools": own}) + "\n" for own in (tools, None)))
+    rows = RLHFDataset(path, tiny_tokenizer(), DataConfig(chat_template_kwargs={"tools": tools}))
+    samples = [asyncio.run(run_program(with_the_rows_functions, rows[i], servers(Policy()), TOOLS)) for i in range(2)]
+    assert [sample.extra["functions"] for sample in samples] == [["add"], []]
 
 
 def test_a_turn_asks_for_no_more_than_there_is_room_for() -> None:

@@ -17,6 +17,7 @@ from scalerl.checkpoint.store import Best, CheckpointWriteError
 from scalerl.config import PPOConfig, compose
 from scalerl.config.schema import SFTTrainerConfig, TrainerConfig
 from scalerl.data import load_tokenizer
+from scalerl.data.chat import render
 from scalerl.families import ModelShape
 from scalerl.merge.command import build_parser
 from scalerl.model_files import files_beside_weights
@@ -186,6 +187,57 @@ def test_merge_finds_the_model_files(tmp_path: Path, model: Path) -> None:
     assert not any(name.endswith((".safetensors", ".index.json")) for name in copied)
     assert copied == {str(file) for file in files_beside_weights(model)}
     assert (directory / "config.json").read_bytes() == (model / "config.json").read_bytes()
+
+
+OWN_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }} \u2192 {% endfor %}"
+
+
+def with_templates(model: Path, copy: Path) -> Path:
+    """The model with templates of every kind that transformers reads, in files that may not be written to."""
+    shutil.copytree(model, copy)
+    (copy / "chat_template.jinja").write_text("the file's")
+    (copy / "additional_chat_templates").mkdir()
+    (copy / "additional_chat_templates" / "tool_use.jinja").write_text("for tools")
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    entries = [{"name": name, "template": f"the entry's {name}"} for name in ("default", "rag")]
+    (copy / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": entries}))
+    for file in copy.iterdir():
+        file.chmod(0o755 if file.is_dir() else 0o444)
+    return copy
+
+
+def test_the_runs_own_chat_template_is_that_of_every_model_that_it_saves(tmp_path: Path, model: Path) -> None:
+    """Also for conversations with tools, and for what reads tokenizer_config.json alone. Its bytes are compared."""
+    trained = with_templates(model, tmp_path / "trained")
+    critic = make_tiny_model(tmp_path / "critic", num_layers=1)
+
+    def write(directory: str) -> None:
+        (Path(directory) / "weights").write_text("w")
+
+    models = {
+        "actor": checkpoints.SavedModel(write, str(trained)),
+        "critic": checkpoints.SavedModel(write, str(critic), head="value"),
+    }
+    cfg = configured(tmp_path / "run")
+    Saves(cfg.trainer, config=cfg, chat_template=OWN_TEMPLATE).save(1, models, {}, wait=True)
+    saved = find(tmp_path / "run").directory
+    assert saved is not None
+    for role in models:
+        directory = saved / role / "huggingface"
+        assert {path.name for path in directory.rglob("*.jinja")} == {"chat_template.jinja"}
+        tokenizer = load_tokenizer(directory)
+        assert tokenizer.chat_template == OWN_TEMPLATE
+        for tools in (None, [{"type": "function", "function": {"name": "add"}}]):
+            messages = [{"role": "user", "content": "1+1"}]
+            assert render(tokenizer, messages, add_generation_prompt=False, tools=tools) == "user: 1+1 \u2192 "
+    entries = [json.loads((saved / role / "huggingface" / "tokenizer_config.json").read_text()) for role in models]
+    assert entries[0]["chat_template"] == OWN_TEMPLATE
+    # Nothing else of the tokenizer has changed, so that the run goes on from here.
+    check_tokenizer(tmp_path / "run", trained)
+    assert entries[1] == json.loads((critic / "tokenizer_config.json").read_text())
+    _flip_a_bit(saved / "actor" / "huggingface" / "chat_template.jinja")
+    with pytest.raises(ValueError, match=r"actor/huggingface/chat_template\.jinja is not what was saved"):
+        find(tmp_path / "run", "resume_path", saved)
 
 
 def test_an_actor_that_fails_to_write_leaves_no_checkpoint(tmp_path: Path, model: Path) -> None:

@@ -338,6 +338,20 @@ def sft(directory: Path, tmp_path: Path, *more: str) -> SFTConfig:
     )
 
 
+def test_the_template_that_is_saved_is_the_one_that_made_the_tokens(directory: Path, tmp_path: Path) -> None:
+    """Whatever becomes of its file while the run goes on; without one of its own a run has none to save."""
+    own = tmp_path / "own.jinja"
+    text = "{# own #}{% for m in messages %}{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+    own.write_text(text)
+    key = f"data.chat_template_path={own}"
+    rl, tuned = check_ppo(config(directory, "qwen3", "embedded", 1, key)), check_sft(sft(directory, tmp_path, key))
+    own.unlink()
+    assert rl.chat_template == tuned.chat_template == text
+    assert rl.tokenizer.decode(rl.train[0].input_ids) == "user 1+1=<|im_end|>"
+    assert check_ppo(config(directory, "qwen3", "embedded", 1)).chat_template is None
+    assert check_sft(sft(directory, tmp_path)).chat_template is None
+
+
 def test_sft_with_a_tokenizer_or_data_that_do_not_fit(directory: Path, tmp_path: Path) -> None:
     assert check_sft(sft(directory, tmp_path)) is not None
     model = with_words(tmp_path / "model", directory / "qwen3", 1)
