@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from scalerl.families import without_quantization
 
 MODELS = Path(__file__).parents[1] / "configs" / "models"
 # The runs of configs/.
 FILES = {path.stem: path for path in sorted(MODELS.parent.glob("*.yaml"))}
+# Those of them that train a critic.
+WITH_CRITIC = ("qwen3-8b-ppo-8",)
 # Model directories that they name -> config.json in configs/models.
 NAMES = {
     "Qwen3-0.6B": "qwen3-0.6b",
@@ -42,9 +47,19 @@ def model_of(run: str) -> str:
 @cache
 def meta_model(name: str) -> PreTrainedModel:
     """transformers' own, without memory for its weights."""
-    config = read_config(name)
+    return meta_language_model(read_config(name))
+
+
+def meta_language_model(config: Mapping[str, Any]) -> PreTrainedModel:
+    """transformers' language model of a config.json as trainers have it: not quantized, whatever its files are."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**without_quantization(config)))
+
+
+def meta_value_model(config: Mapping[str, Any]) -> PreTrainedModel:
+    """transformers' classifier of sequences, of a config.json that asks for one."""
+    with torch.device("meta"):
+        return AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**without_quantization(config)))
 
 
 def model_directory(name: str, directory: Path) -> Path:

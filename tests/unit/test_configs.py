@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from functools import cache
 from math import prod
@@ -10,15 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from scalerl.config import PPOConfig, compose, validate_ppo, world_size
-from scalerl.families import ModelShape, family_of
+from scalerl.config import PPOConfig, compose, model_roles, uses_critic, validate_ppo, world_size
+from scalerl.families import Family, HFWeights, ModelShape, family_of, value_model_config
+from scalerl.families.block_scales import BlockScaledTensor
 from scalerl.memory_plan.check import checked_plan
 from scalerl.memory_plan.plan import MemoryPlan
 from scalerl.parallel.export import plan_buckets
-from scalerl.trainer.model_checks import actor_violations
+from scalerl.trainer.model_checks import actor_violations, role_violations
 from tests.configs_table import docs_table
-from tests.lanes import mostly_full
-from tests.model_configs import CONFIGS, FILES, meta_model, model_of, read_config
+from tests.hub_files import SCALE, file_shapes, headers, write_headers
+from tests.lanes import full, mostly_full
+from tests.model_configs import CONFIGS, FILES, WITH_CRITIC, meta_model, meta_value_model, model_of, read_config
 
 GB80 = 80 * 10**9
 MODELS_PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -45,6 +48,9 @@ def test_it_has_no_mistake(name: str) -> None:
     assert validate_ppo(cfg, device="cuda") == []
     shape = ModelShape.from_config(read_config(model_of(name)))
     assert list(actor_violations(cfg, shape, device="cuda")) == []
+    for role in model_roles(cfg):
+        assert list(role_violations(cfg, role, shapes_of(name)[role.name], None)) == []
+    assert uses_critic(cfg) == (name in WITH_CRITIC)
     assert world_size(cfg) == int(name.rpartition("-")[2]), "the name says the devices"
 
 
@@ -77,40 +83,74 @@ def test_the_table_of_the_page_is_the_plans() -> None:
         assert line in page, line
 
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+KV_A = f"model.layers.0.self_attn.kv_a_proj_with_mqa.weight{SCALE}"
+GATE = f"model.layers.3.mlp.experts.255.gate_proj.weight{SCALE}"
+
 # Models whose names take no second to compare.
 QUICK = ("qwen3-8b", "qwen3-0.6b", "qwen3-30b-a3b")
-
-
-def names_of_transformers(name: str) -> dict[str, tuple[int, ...]]:
-    """Tensors as the files on the hub have them: transformers holds experts in one tensor, files one by one."""
-    shapes = {}
-    model = meta_model(name)
-    for key, tensor in model.state_dict().items():
-        if key.endswith(".experts.gate_up_proj"):
-            for expert, joined in enumerate(tensor):
-                for part in ("gate_proj", "up_proj"):
-                    own = f"{key.removesuffix('gate_up_proj')}{expert}.{part}.weight"
-                    shapes[own] = (joined.shape[0] // 2, joined.shape[1])
-        elif key.endswith(".experts.down_proj"):
-            for expert, down in enumerate(tensor):
-                shapes[f"{key.removesuffix('down_proj')}{expert}.down_proj.weight"] = tuple(down.shape)
-        elif key != "lm_head.weight" or not model.config.tie_word_embeddings:
-            shapes[key] = tuple(tensor.shape)
-    return shapes
 
 
 @pytest.mark.parametrize("name", mostly_full(sorted(CONFIGS), lambda name: name in QUICK))
 def test_load_sync_and_merge_have_every_tensor_of_transformers(name: str) -> None:
     """Loading reads, and a sync sends, each tensor of the table once; merging writes each of its rows once."""
     shape = ModelShape.from_config(read_config(name))
-    family, theirs = family_of(shape), names_of_transformers(name)
+    family, theirs = family_of(shape), file_shapes(meta_model(name))
     assert family.hf_shapes(shape) == theirs
     bucket_bytes = 512 << 20
     sent = Counter(hf for bucket in plan_buckets(family, shape, 2, bucket_bytes) for param in bucket for hf in param.hf)
     assert sent == dict.fromkeys(theirs, 1)
+    assert merged_rows(family, shape) == {hf: size[0] for hf, size in theirs.items()}
+    assert all(prod(size) > 0 for size in theirs.values())
+
+
+def merged_rows(family: Family, shape: ModelShape) -> Counter[str]:
+    """The rows of each tensor that a merge writes."""
     written: Counter[str] = Counter()
     for param in family.params(shape):
         for rows in param.rows_of(shape):
             written[rows.name] += rows.count
-    assert written == {hf: size[0] for hf, size in theirs.items()}
-    assert all(prod(size) > 0 for size in theirs.values())
+    return written
+
+
+@pytest.mark.parametrize("name", WITH_CRITIC)
+def test_a_critic_has_every_tensor_of_transformers_classifier(name: str) -> None:
+    """Those of the language model that it starts from but for the head; merging writes each of its rows once."""
+    config, base = read_config(model_of(name)), file_shapes(meta_model(model_of(name)))
+    shape, merged_config = shapes_of(name)["critic"], value_model_config(config)
+    family, classifier = family_of(shape), meta_value_model(merged_config)
+    theirs = file_shapes(classifier)
+    assert family.hf_shapes(shape) == theirs
+    assert theirs == {hf: base[hf] for hf in base.keys() - {HEAD}} | {"score.weight": (1, config["hidden_size"])}
+    assert merged_rows(family, shape) == {hf: size[0] for hf, size in theirs.items()}
+    assert merged_config["architectures"] == [type(classifier).__name__]
+    assert ModelShape.from_config(merged_config) == shape
+
+
+# DeepSeek-V3's dense layers and a mixture, or all.
+@pytest.mark.parametrize("num_layers", [4, full(61)])
+def test_files_in_fp8_are_loaded_with_a_scale_for_each_block(num_layers: int, tmp_path: Path) -> None:
+    """Which tensors have scales, and of which shape, is what transformers' own fp8 model says."""
+    config = read_config("deepseek-v3") | {"num_hidden_layers": num_layers}
+    tensors = headers("deepseek-v3", num_layers)
+    # The layer that predicts a further token is in the files, too.
+    last = f"model.layers.{num_layers - 1}."
+    further = {hf.replace(last, f"model.layers.{num_layers}."): x for hf, x in tensors.items() if hf.startswith(last)}
+    stored = tensors | further
+    shape = ModelShape.from_config(config)
+    family = family_of(shape)
+    with HFWeights(write_headers(tmp_path / "whole", config, stored)) as weights:
+        weights.check(family, shape)
+        for hf, size in family.hf_shapes(shape).items():
+            plain = hf.endswith(("norm.weight", "mlp.gate.weight", "bias")) or hf in (EMBEDDING, HEAD)
+            assert isinstance(weights.read(hf), BlockScaledTensor) == (hf + SCALE in tensors) == (not plain), hf
+            if not plain:
+                assert tensors[hf + SCALE] == ("F32", tuple(math.ceil(length / 128) for length in size)), hf
+    # 576 rows: the last block has 64.
+    assert tensors[KV_A] == ("F32", (5, 56)) and tensors[GATE] == ("F32", (16, 56))
+    damaged = {hf: x for hf, x in stored.items() if hf != GATE} | {KV_A: ("F32", (4, 56))}
+    files = write_headers(tmp_path / "damaged", config, damaged)
+    with HFWeights(files) as weights, pytest.raises(ValueError, match="2 problems") as caught:
+        weights.check(family, shape)
+    assert f"missing {GATE}" in str(caught.value)
+    assert f"{KV_A} has shape (4, 56), blocks of (128, 128) make (5, 56)" in str(caught.value)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from scalerl.families import HFWeights, ModelShape, copy_beside_weights, family_of, read_config, weight_block
+from tests import model_configs
 from tests.tiny_models import make_tiny_model, store_as_fp8
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
@@ -50,6 +53,39 @@ def test_every_slice_is_multiplied_with_its_scales(model: Path) -> None:
             assert torch.equal(down[slice(*rows)], expected[slice(*rows)])
     # Scales of different blocks differ, so that a wrong one would be seen.
     assert len(set(load_file(model / "model.safetensors")[DOWN + "_scale_inv"].flatten().tolist())) == 6
+
+
+def test_a_rank_of_eight_reads_its_slices_at_the_sizes_of_deepseek_v3(tmp_path: Path) -> None:
+    """As configs/deepseek-v3-grpo-512.yaml cuts a layer; 576 rows are four blocks of keys and values, and a half."""
+    size, rank, attention, shared = 8, 5, "model.layers.3.self_attn", "model.layers.3.mlp.shared_experts"
+    shape = replace(ModelShape.from_config(config := model_configs.read_config("deepseek-v3")), num_experts=1)
+    params = {p.name.removeprefix("decoder.layers.3."): p for p in family_of(shape).params(shape) if p.layer == 3}
+    generator, meant = torch.Generator().manual_seed(8), {}
+    for name, rows, columns in (
+        (f"{attention}.kv_a_proj_with_mqa.weight", 576, 7168),
+        (f"{shared}.gate_proj.weight", 2048, 7168),
+        (f"{shared}.up_proj.weight", 2048, 7168),
+        (f"{shared}.down_proj.weight", 7168, 2048),
+    ):
+        # 127 is no number.
+        bits = torch.randint(0, 127, (rows, columns), dtype=torch.uint8, generator=generator)
+        scales = torch.rand(math.ceil(rows / 128), math.ceil(columns / 128), generator=generator)
+        save_file({name: bits.view(torch.float8_e4m3fn), f"{name}_scale_inv": scales}, tmp_path / f"{name}.safetensors")
+        of_each = scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)
+        meant[name] = bits.view(torch.float8_e4m3fn).float() * of_each
+    files = {name + end: f"{name}.safetensors" for name in meant for end in ("", "_scale_inv")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    kv_a, gate, up, down = meant.values()
+    mine = slice(rank * 256, (rank + 1) * 256)
+    expected = {
+        "self_attention.linear_kv_down_proj.weight": kv_a,
+        "mlp.shared_experts.linear_fc1.weight": torch.cat([gate[mine], up[mine]]),
+        "mlp.shared_experts.linear_fc2.weight": down[:, mine],
+    }
+    with HFWeights(tmp_path) as weights:
+        for name, tensor in expected.items():
+            assert torch.equal(params[name].shard(weights.read, shape, rank, size), tensor), name
 
 
 def test_missing_and_wrong_scales_are_named(model: Path) -> None:

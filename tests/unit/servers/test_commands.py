@@ -24,7 +24,7 @@ from scalerl.servers.sglang.cpu_shim import SHIM_DIR, shim_environment
 from scalerl.servers.sglang.placement_arguments import PLAIN_RUNNERS
 from scalerl.servers.sglang.plugin import ATTENTION_BACKEND, PLUGIN, register
 from tests.lanes import full
-from tests.model_configs import read_config
+from tests.model_configs import model_directory, read_config
 
 
 def sglang_command(config: RolloutConfig, device: str, **more: Any) -> Command:
@@ -131,6 +131,22 @@ def test_what_sglang_needs_of_a_latent_models_config_is_given_where_it_is_absent
     version_5 = {"rope_type": "default", "rope_theta": 5e5}
     assert given("cpu", max_position_embeddings=512, rope_parameters=version_5) == needed | {"rope_parameters": plain}
     assert given("cpu", model_type="qwen3_moe") == {}
+
+
+def test_a_runs_server_takes_no_weights_of_files_in_fp8_and_a_server_for_itself_does(tmp_path: Path) -> None:
+    """DeepSeek-V3's config.json: the trainer sends weights that are not quantized."""
+
+    def started(synced: bool) -> tuple[bool, bool]:
+        model = model_directory("deepseek-v3", tmp_path)
+        launch = Launch(str(model), RolloutConfig(), "cuda", 64, port=4000, synced=synced)
+        command, _ = ENGINES["sglang"].command(launch)
+        flag = "--json-model-override-args"
+        changes = json.loads(value_of(command, flag)) if flag in command else {}
+        is_dummy = "--load-format" in command and value_of(command, "--load-format") == "dummy"
+        return changes == {"quantization_config": None}, is_dummy
+
+    assert started(synced=True) == (True, True)
+    assert started(synced=False) == (False, False)
 
 
 def test_a_gpu_server_whose_experts_are_checked_keeps_them_as_they_are_loaded(tmp_path: Path) -> None:
