@@ -38,6 +38,9 @@ WORKERS_ON_GPU = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     # Otherwise each rank starts a compiler process per core, up to 32.
     "TORCHINDUCTOR_COMPILE_THREADS": "4",
+    # Ray would give a rank one thread, as it asks for one CPU, by which it would convert what it reads of a model's
+    # files (DeepSeek-V3's: each number times its block's scale). Bounded, as a node has eight ranks, and servers too.
+    "OMP_NUM_THREADS": "4",
 }
 # Set in every SGLang server.
 SGLANG = {
@@ -90,10 +93,15 @@ def inherited_by_servers(given: Mapping[str, str]) -> dict[str, str]:
         name: value for name, value in given.items() if name not in RENDEZVOUS and not name.startswith("TORCHELASTIC_")
     }
     for name in set(ALLOCATOR) & inherited.keys():
-        rest = _EXPANDABLE.sub("", inherited.pop(name)).strip(", ")
+        rest = without_expandable_segments(inherited.pop(name))
         if rest:
             inherited[name] = rest
     return inherited
+
+
+def without_expandable_segments(settings: str) -> str:
+    """The settings of torch's allocator (a value of ALLOCATOR) without what they say of expandable segments."""
+    return _EXPANDABLE.sub("", settings).strip(", ")
 
 
 def gpu_environment_violations(given: Mapping[str, str]) -> Iterator[str]:

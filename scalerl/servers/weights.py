@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from scalerl.errors import UserError
+from scalerl.runtime.device_allocator import outside_of_expandable_segments
 from scalerl.servers.checksums import ExpectedChecksums, checksum_differences, tensor_checksum
 from scalerl.servers.engines import ENGINES
 from scalerl.servers.mapped import BucketPlace
@@ -173,13 +174,18 @@ def flattened_text(named_tensors: NamedTensors) -> str:
 def _flatten(named_tensors: NamedTensors) -> tuple[Tensor, list[BucketEntry]]:
     """Copies tensors into uint8 [bytes], on a CPU in shared memory; returns it and its entries."""
     entries, num_bytes = flat_layout([(name, tensor.shape, tensor.dtype) for name, tensor in named_tensors])
-    if named_tensors[0][1].is_cuda:
-        flat = torch.empty(num_bytes, dtype=torch.uint8, device=named_tensors[0][1].device)
-    else:
-        flat = SharedBytes.allocate(num_bytes).flat
+    flat = _memory_for_a_server(num_bytes, named_tensors[0][1].device)
     for (_, view), (_, tensor) in zip(SharedBytes(flat).views(entries), named_tensors, strict=True):
         view.copy_(tensor.detach())
     return flat, entries
+
+
+def _memory_for_a_server(num_bytes: int, device: torch.device) -> Tensor:
+    """Allocates uint8 [bytes] on the device that a server can open, on a CPU in shared memory."""
+    if device.type != "cuda":
+        return SharedBytes.allocate(num_bytes).flat
+    with outside_of_expandable_segments():
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def _sglang_text(flat: Tensor, entries: Sequence[BucketEntry]) -> str:

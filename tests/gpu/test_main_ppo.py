@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +60,23 @@ def overrides(model: Path, data: Path, run_dir: Path, device: str, steps: int) -
 
 
 def check_main_ppo(
-    directory: Path, device: str, *more: str, steps: int = 2, meanwhile: Callable[[Path, Path], None] | None = None
+    directory: Path,
+    device: str,
+    *more: str,
+    steps: int = 2,
+    meanwhile: Callable[[Path, Path], None] | None = None,
+    under: Sequence[str] = (),
 ) -> list[dict[str, float]]:
-    """meanwhile: is called with the directories of model and run once the job has been started."""
+    """meanwhile: is called with the directories of model and run once the job has been started.
+
+    under: a command that the job is an argument of.
+    """
     data, run_dir = directory / "data", directory / "run"
     make_data = [sys.executable, str(EXAMPLE / "make_data.py"), "--out", str(data)]
     subprocess.run(make_data, check=True, capture_output=True, timeout=120)
     (data / "reward.py").write_text(REWARD)
     model = make_gpu_model(directory / "model", seed=0)
-    command = [sys.executable, "-m", "scalerl.trainer.main_ppo"]
+    command = [*under, sys.executable, "-m", "scalerl.trainer.main_ppo"]
     command += [*overrides(model, data, run_dir, device, steps), *more]
     with (directory / "output").open("w") as output:
         job = subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT)

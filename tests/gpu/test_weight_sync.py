@@ -3,7 +3,7 @@
     python -m pytest tests/gpu/test_weight_sync.py -q
 
 NOT RUN YET on a GPU: written from the sources of sglang 0.5.21 on a machine without one. Experts shared over ranks need
-two GPUs.
+two GPUs. That buckets are asked for outside of expandable segments, tests/unit/servers/test_weights.py shows on a CPU.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from scalerl.probes.gpu import check_ipc
 from scalerl.servers.client import GenerateOutput, RolloutClient
 from tests.gpu.conftest import MAX_MODEL_LEN, MIXTURE, PROMPTS, generate, make_gpu_model
 from tests.gpu.isolated import run_isolated_ranks
@@ -60,11 +61,15 @@ def sync_then_move_on(
     with torch.no_grad():
         dict(engine.chunks[0].named_parameters())[changed].view(-1)[0] += 1.0
     stream = [named for bucket in engine.export_buckets(BUCKET_BYTES) for named in bucket]
-    devices = {tensor.device.type for _, tensor in stream}
+    segments = torch.cuda.memory_snapshot() if engine.device == "cuda" else []
+    report |= {
+        "devices": {tensor.device.type for _, tensor in stream},
+        "is_expandable": any(segment["is_expandable"] for segment in segments),
+    }
     if url not in sync.clients:
         return report
     expected = expected_checksums(stream, config, num_ranks, "sglang", engine_kwargs=kwargs)
-    return report | {"devices": devices, "wrong": checksum_differences(expected, sync.clients[url].checksums())}
+    return report | {"wrong": checksum_differences(expected, sync.clients[url].checksums())}
 
 
 def logprob_difference(model_path: Path, outputs: list[GenerateOutput], quantile: float) -> float:
@@ -95,10 +100,12 @@ def check_sync(
     quantile: float = 1.0,
     num_ranks: int = 1,
     own: Mapping[str, Any] | None = None,
+    is_expandable: bool = False,
 ) -> None:
     """changed: a parameter of the trainer's.  named: what the server has it in.  quantile: as `logprob_difference`.
 
     num_ranks: of the trainer and of the server, side by side on as many GPUs.  own: the server's own arguments.
+    is_expandable: whether the trainer has expandable segments.
     """
     assert logprob_difference(model_a, generate(client), quantile) < LOGPROB_BOUND
     assert logprob_difference(model_b, generate(client), quantile) > 3 * LOGPROB_BOUND
@@ -107,7 +114,7 @@ def check_sync(
         num_ranks, sync_then_move_on, str(model_b), client.url, client.key, dtype, changed, own or {}, device=device
     )
 
-    assert report["devices"] == {device}
+    assert report["devices"] == {device} and report["is_expandable"] == is_expandable
     assert report["num_bytes"] > 2 * BUCKET_BYTES
     # One changed number in one tensor, and only that one is named.
     (wrong,) = report["wrong"]
@@ -121,6 +128,22 @@ def test_the_server_serves_the_trainers_weights(
     start_server: Callable[..., RolloutClient], model_a: Path, model_b: Path
 ) -> None:
     check_sync(start_server(model_a), model_a, model_b, device="cuda", dtype="bfloat16")
+
+
+def test_the_server_serves_the_weights_of_a_trainer_with_expandable_segments(
+    start_server: Callable[..., RolloutClient], model_a: Path, model_b: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its buckets are outside of them. The server, which is started in the same environment, has none."""
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512,expandable_segments:True")
+    check_sync(start_server(model_a), model_a, model_b, device="cuda", dtype="bfloat16", is_expandable=True)
+
+
+def test_doctors_probe_hands_memory_over_with_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    finding = check_ipc("cuda")
+    assert finding.ok, finding
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
+from scalerl.runtime.device_allocator import outside_of_expandable_segments
+
 TIMEOUT_S = 60.0
 NUM_VALUES = 1 << 20
 
@@ -37,7 +39,8 @@ def main() -> None:
     sent, answers = context.Queue(), context.Queue()
     other = context.Process(target=add_one, args=(sent, answers), daemon=True)
     other.start()
-    values = torch.ones(NUM_VALUES, dtype=torch.float32, device=device)
+    with outside_of_expandable_segments():
+        values = torch.ones(NUM_VALUES, dtype=torch.float32, device=device)
     sent.put(values)
     before = answers.get(timeout=TIMEOUT_S)
     after = values.sum().item()

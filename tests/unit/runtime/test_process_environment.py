@@ -17,15 +17,21 @@ from scalerl.runtime.process_environment import (
 def test_workers_on_a_cpu_have_one_thread_and_see_no_gpu() -> None:
     environment = worker_environment("cpu", {"OMP_NUM_THREADS": "8"})
     assert (environment["OMP_NUM_THREADS"], environment["CUDA_VISIBLE_DEVICES"]) == ("1", "")
-    assert not environment.keys() & WORKERS_ON_GPU.keys()
+    assert environment.keys() & WORKERS_ON_GPU.keys() == {"OMP_NUM_THREADS"}
 
 
 def test_on_a_gpu_the_user_has_the_last_word() -> None:
     environment = worker_environment("cuda", {"NCCL_CUMEM_ENABLE": "1"})
     assert WORKERS_ON_GPU.keys() - environment.keys() == {"NCCL_CUMEM_ENABLE"}
     assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
-    # Threads and devices are those that Ray gives a rank.
-    assert not {"OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"} & environment.keys()
+    # Devices are those that Ray gives a rank.
+    assert "CUDA_VISIBLE_DEVICES" not in environment
+
+
+def test_ranks_on_gpus_have_a_few_threads() -> None:
+    """Not the one that Ray would give them, nor one for each core of a node that they share with others."""
+    assert worker_environment("cuda", {})["OMP_NUM_THREADS"] == "4"
+    assert "OMP_NUM_THREADS" not in worker_environment("cuda", {"OMP_NUM_THREADS": "16"}), "the user's"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scalerl.errors import UserError
 from scalerl.servers.checksums import TensorPlace
@@ -19,6 +20,7 @@ from scalerl.servers.engines import ENGINES
 from scalerl.servers.sglang.placement import SGLangPlacement
 from scalerl.servers.weights import (
     SharedBytes,
+    _memory_for_a_server,
     checksum_differences,
     expected_checksums,
     serialize_bucket,
@@ -388,3 +390,31 @@ def test_an_embedded_bucket_holds_the_values() -> None:
 def test_an_empty_bucket_is_refused() -> None:
     with pytest.raises(ValueError, match="empty bucket"):
         serialize_bucket([], "sglang")
+
+
+class AllocatorSettings(TorchDispatchMode):
+    """Remembers torch's settings at each allocation of bytes on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "empty" in str(func) and (kwargs or {}).get("dtype") == torch.uint8:
+            self.seen.append(torch._C._accelerator_getAllocatorSettings())
+        return func(*args, **kwargs or {})
+
+
+def test_a_bucket_of_a_gpu_is_outside_of_expandable_segments() -> None:
+    """Which a server could not open in every container; the trainer's other memory stays in them."""
+    given = "max_split_size_mb:128,expandable_segments:True"
+    torch._C._accelerator_setAllocatorSettings(given)
+    try:
+        with FakeTensorMode(), AllocatorSettings() as settings:
+            flat = _memory_for_a_server(60, torch.device("cuda", 0))
+        assert (flat.device.type, flat.dtype, flat.shape) == ("cuda", torch.uint8, (60,))
+        assert settings.seen == ["max_split_size_mb:128,expandable_segments:False"]
+        assert torch._C._accelerator_getAllocatorSettings() == given
+    finally:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        torch._C._accelerator_setAllocatorSettings("")
