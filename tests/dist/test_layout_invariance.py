@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from scalerl.config import compose
+from scalerl.config import PPOConfig, compose
 from tests.dist.launch import run_ranks
 from tests.dist.layouts import LAYOUTS, MIXTURE_LAYOUTS, ONE
 from tests.lanes import full, mostly_full
+from tests.model_configs import FILES
 from tests.tiny_models import FAMILIES, WITH_EXPERTS, make_tiny_model
 
 CASES = [(family, layout) for family in FAMILIES for layout in LAYOUTS]
@@ -73,6 +74,7 @@ def train(model_path: str, sizes: dict[str, int], options: dict[str, Any]) -> An
         use_distributed_optimizer=options.get("use_distributed_optimizer", True),
         override_ddp_config=options.get("ddp", {}),
         override_transformer_config=options.get("transformer", {}),
+        recompute_granularity=options.get("recompute_granularity"),
     )
     optim = OptimConfig(lr=1e-3, clip_grad=0.5, override_optimizer_config=options.get("optimizer", {}))
     engine = MegatronEngine(model_path, megatron, groups, optim=optim)
@@ -265,6 +267,35 @@ def test_overlap_of_data_parallel_exchange(
     """With fields of the other two configs that change no number: the ranks check that megatron has them all."""
     others = {"transformer": {"moe_deepep_num_sms": 24}, "optimizer": {"sgd_momentum": 0.5}}
     assert_same(run(qwen3, LAYOUTS[layout], ddp=as_a_run_takes_them(ddp), **others), one_process("qwen3"))
+
+
+# The runs of configs/ for several nodes, in small: family, and which ranks exchange gradients.
+IN_SMALL: dict[str, tuple[str, dict[str, int]]] = {
+    "llama-3.1-70b-grpo-64": ("llama", LAYOUTS["pp2_dp2"]),
+    "qwen3-32b-grpo-32": ("qwen3", LAYOUTS["tp2_dp2"]),
+    "qwen3-8b-128k-grpo-16": ("qwen3", LAYOUTS["cp2"]),
+    # Each expert is on two ranks; on one.
+    "qwen3-30b-a3b-grpo-32": ("qwen3_moe", dict(world_size=4, tp_size=2, ep_size=2)),
+    "qwen3-235b-a22b-grpo-128": ("qwen3_moe", MIXTURE_LAYOUTS["ep2_pp2"]),
+    "deepseek-v3-grpo-512": ("deepseek_v3", dict(world_size=4, pp_size=2, first_stage_layers=1, ep_size=2)),
+}
+
+
+@pytest.mark.parametrize("name", mostly_full(IN_SMALL, lambda name: name == "qwen3-30b-a3b-grpo-32"))
+def test_overlap_as_in_the_files_of_configs(
+    models: Callable[[str], Path], one_process: Callable[[str], Outcome], name: str
+) -> None:
+    """With their fields of Megatron's, smaller buckets, and their recompute, which changes when a gradient is there."""
+    files = [name for name in FILES if of_file(name).trainer.nnodes > 1]
+    assert sorted(files) == sorted(IN_SMALL), "a run for several nodes that is not tried in small"
+    megatron, (family, sizes) = of_file(name).actor_rollout_ref.actor.megatron, IN_SMALL[name]
+    assert megatron.override_ddp_config == {"overlap_grad_reduce": True}
+    options = {"ddp": OVERLAPS[0], "recompute_granularity": megatron.recompute_granularity}
+    assert_same(run(models(family), sizes, **options), one_process(family))
+
+
+def of_file(name: str) -> PPOConfig:
+    return compose("ppo", ["--config-dir", str(FILES[name].parent), "--config-name", name], rules=False)
 
 
 def test_the_comparison_sees_a_lost_all_reduce(qwen3: Path) -> None:

@@ -52,6 +52,8 @@ def test_it_has_no_mistake(name: str) -> None:
         assert list(role_violations(cfg, role, shapes_of(name)[role.name], None)) == []
     assert uses_critic(cfg) == (name in WITH_CRITIC)
     assert world_size(cfg) == int(name.rpartition("-")[2]), "the name says the devices"
+    overlap = {"overlap_grad_reduce": True} if cfg.trainer.nnodes > 1 else {}
+    assert cfg.actor_rollout_ref.actor.megatron.override_ddp_config == overlap
 
 
 @pytest.mark.parametrize("name", sorted(FILES))

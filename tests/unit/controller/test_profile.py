@@ -57,7 +57,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 
 def multiply() -> None:
-    torch.ones(4, 4) @ torch.ones(4, 4)
+    torch.mm(torch.ones(4, 4), torch.ones(4, 4))
 
 
 def test_a_trace_and_a_memory_snapshot(cuda: Cuda, tmp_path: Path) -> None:
