@@ -185,7 +185,7 @@ class _Model:
         return {part: 0 if away[part] else size for part, size in self.state(stage).items()}
 
     def forward(self, stage: int) -> dict[str, int]:
-        """The bytes of each part of a pass without gradients, beside the weights: at most, as of one layer whole."""
+        """The bytes of each part of a pass without gradients, beside the weights: at most all that one layer makes."""
         keeping = replace(self.megatron, recompute_granularity=None)
         whole, _ = kept_bytes(self.shape, self.layout, keeping, stage, on_cpu=self.on_cpu)
         layer = int(whole / len(self.stages[stage].layers) * self.tokens)
@@ -337,10 +337,6 @@ def _saved(model: _Model, stage: int) -> dict[str, int]:
     return {name: size for name, size in _named(model.role, model.state(stage)).items() if "gradients" not in name}
 
 
-def _sum(parts: Mapping[str, int]) -> int:
-    return sum(parts.values())
-
-
 def _save_copy(cfg: PPOConfig | SFTConfig, models: list[_Model], stage: int) -> int:
     return sum(model.save_copy(stage) for model in models) if cfg.trainer.async_save else 0
 
@@ -382,12 +378,13 @@ def _phases(
             yield Phase(f"{model.role} update", resting | state | _named(model.role, model.backward(stage)) | beside)
             yield Phase(f"{model.role} step", resting | state | _named(model.role, model.step(stage)) | beside)
     actor = models[0]
-    # Of one model after the other.
-    saved = max((_saved(model, stage) for model in models if model.has_optimizer), key=lambda own: _sum(resting | own))
+    # One model is saved after the other.
+    trained = [_saved(model, stage) for model in models if model.has_optimizer]
+    saved = max(trained, key=lambda own: sum((resting | own).values()))
     # Saves and syncs come while a server has its weights, and not its KV cache.
     resumed = {name: size for name, size in serving.items() if name != "KV cache" or not rollout.free_cache_engine}
     save = resting | saved | resumed
-    is_short = memory_bytes is not None and _sum(save) > memory_bytes
+    is_short = memory_bytes is not None and sum(save.values()) > memory_bytes
     # Without room beside them the weights leave for a save, too, and are sent again.
     yield Phase("save", resting | saved | beside if released and rollout.free_cache_engine and is_short else save)
     weights = _named("actor", {"weights": actor.state(stage)["weights"]})
@@ -398,7 +395,7 @@ def _phases(
         num_ranks = 1 if transport_of(cfg) == "shared" else tp_size
         hashed = hashed_expert_bytes(actor.shape, ITEMSIZE[rollout.dtype], tp_size, num_ranks=num_ranks)
         held |= {"checksums": hashed} if hashed else {}
-    free_bytes = None if memory_bytes is None else max(0, memory_bytes - _sum(held))
+    free_bytes = None if memory_bytes is None else max(0, memory_bytes - sum(held.values()))
     bucket = _bucket_bytes(actor.itemsize * largest_tensor(actor.shape), rollout, free_bytes)
     yield Phase("weight sync", held | {"buckets": BUCKET_COPIES * bucket})
 
