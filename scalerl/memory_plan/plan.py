@@ -185,13 +185,16 @@ class _Model:
         return {part: 0 if away[part] else size for part, size in self.state(stage).items()}
 
     def forward(self, stage: int) -> dict[str, int]:
-        """The bytes of each part of a pass without gradients, beside the weights: at most all that one layer makes."""
+        """The bytes of each part of a pass without gradients, beside the weights.
+
+        A bound: all that one layer makes, of which it frees a part on its way, and the vocabulary's pass after it.
+        """
         keeping = replace(self.megatron, recompute_granularity=None)
         whole, _ = kept_bytes(self.shape, self.layout, keeping, stage, on_cpu=self.on_cpu)
-        layer = int(whole / len(self.stages[stage].layers) * self.tokens)
-        # The layers are over when the vocabulary's pass begins.
-        vocabulary = int(sum(self._head())) if stage == self.layout.pp_size - 1 else 0
-        return {"vocabulary": vocabulary} if vocabulary >= layer else {"layer": layer}
+        bytes_by_part = {"layer": int(whole / len(self.stages[stage].layers) * self.tokens)}
+        if stage == self.layout.pp_size - 1:
+            bytes_by_part["vocabulary"] = int(sum(self._head()))
+        return bytes_by_part
 
     def backward(self, stage: int) -> dict[str, int]:
         """The bytes of each part of an update beside weights, gradients and optimizer: of its passes or what follows.
