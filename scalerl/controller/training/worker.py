@@ -23,6 +23,7 @@ from scalerl.cluster.rank import Worker
 from scalerl.metrics import GPUMemoryLogger, Metric, memory_phase
 from scalerl.parallel.layout import Layout
 from scalerl.runtime import rendezvous
+from scalerl.runtime.affinity import run_near_gpu
 from scalerl.user_code import forget_files, import_files
 
 if TYPE_CHECKING:
@@ -115,6 +116,8 @@ class MegatronWorker(Worker):
 
         if self.device == "cpu":
             torch.set_num_threads(1)
+        else:
+            run_near_gpu()
         from scalerl.parallel import platform
         from scalerl.parallel.flash_attention import use_flash_attention
         from scalerl.parallel.layout import initialize
