@@ -36,7 +36,8 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("serve")
     original = tiny(directory / "original")
     actor = write_checkpoint(directory / "global_step_1", original, joined_tensors(original))
-    target = directory / "merged"
+    # A word by which SGLang would take another chat template than the model's.
+    target = directory / "vicuna" / "merged"
     assert merge(["merge", "--backend", "megatron", "--local_dir", str(actor), "--target_dir", str(target)]) == 0
     return target
 
@@ -47,7 +48,7 @@ def server(merged: Path) -> Iterator[tuple[subprocess.Popen, str]]:
     port = free_port("127.0.0.1")
     command = [sys.executable, "-m", "scalerl.cli", "serve", str(merged), "--port", str(port), "--device", "cpu"]
     command += ["--context", str(CONTEXT)]
-    log = merged.parent / "serve.log"
+    log = merged.parents[1] / "serve.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,

@@ -61,6 +61,16 @@ def freeze_garbage_once_it_listens() -> None:
     http_server._freeze_gc_after_server_warmup = wait_and_freeze
 
 
+def leave_chat_templates_to_tokenizers() -> None:
+    """Makes SGLang take the chat template of a model's tokenizer, however its directory is called.
+
+    By itself it takes one of its own where the path has the name of a model that it knows, /data/vicuna/ say.
+    """
+    from sglang.srt.parser import conversation
+
+    conversation.matching_function_registry.clear()
+
+
 def refusing(check: Callable[[Any], None]) -> Callable[[Any], None]:
     """A check of SGLang's arguments that ends the process with argparse's exit code where it refuses them.
 
@@ -91,6 +101,7 @@ def main() -> None:
         setattr(ServerArgs, check, refusing(getattr(ServerArgs, check)))
     arguments = prepare_server_args([*sys.argv[1:], *([] if key == NO_KEY else [f"--api-key={key}"])])
     freeze_garbage_once_it_listens()
+    leave_chat_templates_to_tokenizers()
     if ON_CPU in os.environ:
         fork_its_processes()
     try:
