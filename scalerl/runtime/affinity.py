@@ -30,7 +30,12 @@ def run_near_gpu(index: int = 0, root: Path = Path("/")) -> None:
     if len(cores) < torch.get_num_threads():
         logger.info("GPU %s: stays on its %d cores, of which %d are near it", address, len(allowed), len(cores))
         return
-    run_on(cores)
+    try:
+        run_on(cores)
+    except OSError as error:
+        # A container may forbid it; the run goes on as well from afar.
+        logger.warning("GPU %s: stays on its %d cores, as the system refuses others: %s", address, len(allowed), error)
+        return
     logger.info("GPU %s: runs on the %d near it of %d cores", address, len(cores), len(allowed))
 
 
