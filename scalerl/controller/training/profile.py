@@ -16,7 +16,7 @@ _ROWS_OF_TABLE = 50
 
 
 class StepProfile:
-    """A recording that begins when it is made and ends with `stop`.
+    """A recording that begins when it is made and ends with `stop` or `end`.
 
     tool: torch (a trace of all operations, and memory), or nsys (CUDA's profiler API, which starts and stops an
     `nsys profile --capture-range=cudaProfilerApi` that the process runs under, and NVTX ranges).
@@ -57,17 +57,25 @@ class StepProfile:
         the operations that allocate most.
         """
         if self.tool == "nsys":
-            torch.cuda.synchronize()
-            torch.cuda.profiler.stop()
+            self.end()
             return
         if self.device == "cuda":
             torch.cuda.synchronize()
             torch.cuda.memory._dump_snapshot(str(directory / f"{name}.memory.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
-        self._recorded.stop()
+        self.end()
         if self.device == "cpu":
             table = self._recorded.key_averages().table(
                 sort_by="self_cpu_memory_usage", row_limit=_ROWS_OF_TABLE, max_name_column_width=80
             )
             (directory / f"{name}.memory.txt").write_text(table, encoding="utf-8")
         self._recorded.export_chrome_trace(str(directory / f"{name}.trace.json.gz"))
+
+    def end(self) -> None:
+        """Ends the recording, of which nothing is written."""
+        if self.tool == "nsys":
+            torch.cuda.synchronize()
+            torch.cuda.profiler.stop()
+            return
+        if self.device == "cuda":
+            torch.cuda.memory._record_memory_history(enabled=None)
+        self._recorded.stop()

@@ -147,6 +147,9 @@ class MegatronWorker(Worker):
 
         if self.background_save is not None:
             self.background_save.close()
+        if self.profile is not None:
+            # Of a step that failed. The process may be of another run next.
+            self.profile.end()
         super().leave()
         leave()
         forget_files()

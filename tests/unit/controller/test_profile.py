@@ -154,3 +154,19 @@ def test_the_ranks_that_are_asked_for_record_the_steps_that_are(
     # What Nsight Systems records goes where it was told to: no empty directory stays.
     assert [path.name for path in tmp_path.iterdir()] == ([] if files is None else ["profile_step_2"])
     assert cuda.calls.count(("push", "critic values")) == (tool == "nsys")
+
+
+@pytest.mark.parametrize("tool", ["torch", "nsys"])
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_a_step_that_fails_is_no_longer_recorded_when_its_run_is_over(cuda: Cuda, tmp_path: Path, tool: str) -> None:
+    """The processes may go on as another run's, which records its own steps."""
+    ranks, tracker = Ranks(2), Tracker()
+    with pytest.raises(ValueError, match="of the step"), step_of(ranks, tracker, tmp_path, 2, tool):
+        raise ValueError("of the step")
+    begun = len(cuda.calls)
+    for worker in ranks.workers:
+        worker.leave()
+    ended = [call if isinstance(call, str) else call[:2] for call in cuda.calls[begun:]]
+    assert ended == ([("history", None)] if tool == "torch" else ["synchronize", "stop"])
+    with step_of(Ranks(2), tracker, tmp_path / "next", 2, tool):
+        multiply()
