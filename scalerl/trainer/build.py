@@ -41,6 +41,7 @@ from scalerl.tracking import Tracking
 from scalerl.trainer import checkpoints
 from scalerl.trainer.attention_choice import AttentionChoice, agree_on_attention
 from scalerl.trainer.beginning import StartPhases, length_of_epochs
+from scalerl.trainer.own_files import OWN_FILES, own_files
 from scalerl.trainer.packing_rules import PackingRules, Planner
 from scalerl.trainer.ppo import Run, load
 from scalerl.trainer.preflight import PPOInputs, trained_models
@@ -123,7 +124,8 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, host: RunHost) -> Iterator[Run]:
                 trainer,
                 config=cfg,
                 roles=trained_models(cfg),
-                state=length_of_epochs(cfg, num_steps) | {checkpoints.FLASH_ATTENTION: attention},
+                state=length_of_epochs(cfg, num_steps)
+                | {checkpoints.FLASH_ATTENTION: attention, OWN_FILES: own_files(cfg)},
                 chat_template=inputs.chat_template,
                 commits_on_error=inputs.fit is not None,
             ),

@@ -34,6 +34,7 @@ from scalerl.families import Head, ModelShape, copy_beside_weights, value_model_
 from scalerl.model_files import set_chat_template
 from scalerl.runtime.code_version import code_version
 from scalerl.tracking.backend import flat_config
+from scalerl.trainer.own_files import changed_files
 
 if TYPE_CHECKING:
     # Imports torch's checkpoints, with SymPy: a second that what only checks a run does without.
@@ -151,7 +152,8 @@ def check_same_model(resumed: Resumed, shape: ModelShape, model_path: str, role:
 
 
 def resumed_lines(resumed: Resumed, cfg: PPOConfig | SFTConfig, flash_attention: str | None = None) -> list[str]:
-    """Messages of a run that resumes: its checkpoint, and what changed since in configuration, attention and code.
+    """Messages of a run that resumes: its checkpoint, and what changed since in configuration, the user's files,
+    attention and code.
 
     flash_attention: of its ranks; None: torch's own.
     """
@@ -160,6 +162,8 @@ def resumed_lines(resumed: Resumed, cfg: PPOConfig | SFTConfig, flash_attention:
     if changed := _changed_keys(resumed.directory / RESOLVED_CONFIG, cfg):
         more = f", and {len(changed) - _MAX_CHANGES} more" if len(changed) > _MAX_CHANGES else ""
         lines.append(f"changed since that checkpoint: {', '.join(changed[:_MAX_CHANGES])}{more}")
+    if files := changed_files(resumed.state, cfg):
+        lines.append(f"files with another text than the run of that checkpoint began with: {', '.join(files)}")
     # A checkpoint of another number of ranks has no random state for each.
     saved_ranks, ranks = len(list((resumed.directory / "actor" / RNG).glob("rank_*"))), trained_layout(cfg).world_size
     if saved_ranks not in (0, ranks):

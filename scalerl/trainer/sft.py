@@ -27,6 +27,7 @@ from scalerl.tracking import Tracking
 from scalerl.trainer import checkpoints
 from scalerl.trainer.beginning import length_of_epochs
 from scalerl.trainer.build import join_trainers, open_tracker, say_how_to_open, start_phases, start_pool, start_workers
+from scalerl.trainer.own_files import OWN_FILES, own_files
 from scalerl.trainer.packing_rules import PackingRules
 from scalerl.trainer.preflight import SFTInputs
 from scalerl.trainer.profiling import profiled
@@ -211,7 +212,8 @@ def sft_run(cfg: SFTConfig, inputs: SFTInputs, host: RunHost) -> Iterator[SFTRun
                 trainer,
                 config=cfg,
                 roles=("actor",),
-                state=length_of_epochs(cfg, num_steps) | {checkpoints.FLASH_ATTENTION: attention},
+                state=length_of_epochs(cfg, num_steps)
+                | {checkpoints.FLASH_ATTENTION: attention, OWN_FILES: own_files(cfg)},
                 chat_template=inputs.chat_template,
             ),
         )

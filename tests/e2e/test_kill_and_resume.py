@@ -184,6 +184,7 @@ def test_sigkill_in_a_step_then_resume_merge_and_transformers(
     assert sorted(logged) == [0, 1, 2, 3]
     assert steps_done or any(logged[step].get("checkpoint/background_s", 0) > 0 for step in (2, 3))
     run_id = mlflow_run_id(run_dir, 2)
+    assert "custom_reward_function.path" in read_trainer_state(run_dir / "global_step_2")["own_files"]
     broken = make_half_written(run_dir, step=3, like=2)
     pause.over()
 

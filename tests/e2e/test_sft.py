@@ -49,7 +49,8 @@ def overrides(inputs: Inputs, directory: Path, *more: str) -> list[str]:
 def test_a_resumed_run_has_the_numbers_of_one_that_was_not_interrupted(
     inputs: Inputs, kept: Kept, tmp_path: Path
 ) -> None:
-    """Both with a chat template of their own, which a model that is merged from the resumed one has."""
+    """Both with a chat template of their own, which a model that is merged from the resumed one has. A comment that it
+    gets in between is said."""
     template = inputs.own_template(tmp_path)
     numbers: dict[str, dict[int, dict[str, float]]] = {}
     saved: dict[str, dict[str, str]] = {}
@@ -59,10 +60,14 @@ def test_a_resumed_run_has_the_numbers_of_one_that_was_not_interrupted(
             more = [f"trainer.total_training_steps={steps}", "trainer.save_freq=2", "trainer.test_freq=2"]
             # Step 2 of the whole run is written while step 3 trains; the other run ends with it.
             more += ["trainer.async_save=true", "trainer.max_actor_ckpt_to_keep=null"]
-            more.append(f"data.chat_template_path={template}")
+            more += [f"data.chat_template_path={template}", "trainer.logger=[console,file]"]
             # The learning rate does not depend on how many steps there are.
+            if lengths[0] < steps:
+                template.write_text("{# edited #}" + template.read_text())
             finished = kept.sft(overrides(inputs, tmp_path, *more, f"trainer.default_local_dir={run_dir}"))
             assert finished.code == 0, finished.tail()
+        said = f"began with: data.chat_template_path ({template})" in finished.stdout
+        assert said == (len(lengths) > 1), finished.tail()
         numbers[name] = {step: reproducible(data) for step, data in Record.read(run_dir).final.items()}
         digests = json.loads((run_dir / "global_step_2" / "COMPLETE").read_text())["digests"]
         state = json.loads((run_dir / "global_step_2" / "trainer_state.json").read_text())

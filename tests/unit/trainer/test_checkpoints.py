@@ -23,6 +23,7 @@ from scalerl.merge.command import build_parser
 from scalerl.model_files import files_beside_weights
 from scalerl.trainer import checkpoints
 from scalerl.trainer.model_checks import check_same_tokenizer
+from scalerl.trainer.own_files import OWN_FILES, own_files
 from scalerl.trainer.saves import Saves
 from tests import whole_saves
 from tests.tiny_models import make_tiny_model
@@ -383,6 +384,20 @@ def test_a_run_says_that_random_states_are_not_those_of_its_ranks(
         (resumed.directory / "actor" / "rng" / f"rank_{rank}.safetensors").touch()
     _, *more = checkpoints.resumed_lines(resumed, cfg)
     assert [line.removeprefix("random states of that checkpoint's ") for line in more] == said
+
+
+def test_a_run_says_which_of_the_users_files_changed(tmp_path: Path, model: Path) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text("before")
+    cfg = configured(tmp_path, f"custom_reward_function.path={reward}")
+    resumed = saved_with(tmp_path, cfg, model)
+    resumed.state[OWN_FILES] = own_files(cfg)
+    assert len(checkpoints.resumed_lines(resumed, cfg)) == 1
+    reward.write_text("after")
+    _, line = checkpoints.resumed_lines(resumed, cfg)
+    assert line == (
+        f"files with another text than the run of that checkpoint began with: custom_reward_function.path ({reward})"
+    )
 
 
 def test_a_run_says_that_its_code_changed(tmp_path: Path, model: Path) -> None:

@@ -1,0 +1,64 @@
+"""What a checkpoint keeps of the user's own files, and what of them has changed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from scalerl.config import PPOConfig, SFTConfig, compose
+from scalerl.trainer.own_files import KEYS, OWN_FILES, changed_files, own_files
+
+
+def configured(*keys: str) -> PPOConfig:
+    return compose(
+        "ppo", ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m", *keys], rules=False
+    )
+
+
+def test_files_with_another_text(tmp_path: Path) -> None:
+    reward, loss, estimator, template = (tmp_path / name for name in ("reward.py", "loss.py", "gae.py", "chat.jinja"))
+    for file in (reward, loss, estimator, template):
+        file.write_text("before")
+    cfg = configured(
+        f"custom_reward_function.path={reward}",
+        f"trainer.import_files=[{loss},{estimator}]",
+        f"data.chat_template_path={template}",
+    )
+    # As a trainer state's file has it.
+    state = json.loads(json.dumps({OWN_FILES: own_files(cfg)}))
+    assert changed_files(state, cfg) == []
+    reward.write_text("after")
+    estimator.write_text("after")
+    template.unlink()
+    assert changed_files(state, cfg) == [
+        f"trainer.import_files ({estimator})",
+        f"custom_reward_function.path ({reward})",
+    ]
+    assert changed_files({}, cfg) == [], "an older version saved none"
+    # Another file is another value of its key, which is said as such.
+    cfg.custom_reward_function.path = str(loss)
+    assert changed_files(state, cfg) == [f"trainer.import_files ({estimator})"]
+
+
+@pytest.mark.parametrize("config", [PPOConfig, SFTConfig])
+def test_every_key_of_such_a_file_is_known(config: type) -> None:
+    """By its name: a key that ends so names data, a model or a checkpoint, which are compared otherwise, or is here."""
+    others = r"^data\.(train|val)_files$|^trainer\.resume_from_path$|(^|\.)model\.path$|\.model_path$"
+    named = {key for key in keys_of(config) if re.search(r"(path|_files)$", key) and not re.search(others, key)}
+    assert named and named <= set(KEYS)
+    assert config is SFTConfig or named == set(KEYS)
+
+
+def keys_of(config: type, prefix: str = "") -> Iterator[str]:
+    for name, of_type in get_type_hints(config).items():
+        if is_dataclass(of_type):
+            assert isinstance(of_type, type)
+            yield from keys_of(of_type, f"{prefix}{name}.")
+        else:
+            yield prefix + name
