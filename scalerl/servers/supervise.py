@@ -15,6 +15,7 @@ import ctypes
 import getpass
 import os
 import re
+import secrets
 import select
 import signal
 import subprocess
@@ -35,12 +36,13 @@ SCRATCH_PREFIX = "scalerl-server-"
 SHARED_MEMORY = Path("/dev/shm")
 # Seconds between two looks at the files that the command's processes have there.
 LOOK_INTERVAL_S = 5.0
-# File in the scratch directory with the names that were seen, one per line.
+# File in the scratch directory with the names that were seen or are to come, one glob pattern per line.
 SEEN_FILE = "shared_memory"
 # Files of SGLang and joblib whose names contain the id of the process that created them.
 OF_PROCESS = re.compile(r"(?:sem\.loky-(\d+)-|sgl_shm_.*_(\d+)_[0-9a-f]+$|multi_tokenizer_args_(\d+)$)")
-# Prefix of SGLang's files with random names, which a process of the server has open.
-OPENED = "sglang_loads_"
+# Environment variable with a random name of the server; the names of its other files begin with OWN_PREFIX and this.
+SERVER_ID = "SCALERL_SERVER_ID"
+OWN_PREFIX = "sglang_loads_"
 
 
 def _prctl() -> Callable[[int, int], int]:
@@ -101,20 +103,24 @@ class SharedFiles:
     Files of others that they only read, such as the trainer's weights, have other names.
     """
 
-    def __init__(self, scratch: Path) -> None:
+    def __init__(self, scratch: Path, server_id: str) -> None:
         self._seen_file = scratch / SEEN_FILE
+        self._seen_file.write_text(f"{OWN_PREFIX}{server_id}_*\n", encoding="utf-8")
         self._pids: set[int] = set()
         self._names: set[str] = set()
         self._last_look = 0.0
+
+    def follow(self, pid: int) -> None:
+        """Counts a process among those below, which may have ended before the next look."""
+        self._pids.add(pid)
 
     def look(self, *, now: bool = False) -> None:
         """Records the files that exist now; without `now` at most every LOOK_INTERVAL_S."""
         if not now and time.monotonic() - self._last_look < LOOK_INTERVAL_S:
             return
         self._last_look = time.monotonic()
-        pids = descendants(os.getpid())
-        self._pids.update(pids)
-        names = {name for pid in pids for name in _opened(pid)}
+        self._pids.update(descendants(os.getpid()))
+        names = set()
         for name in os.listdir(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else ():
             match = OF_PROCESS.match(name)
             if match and int(next(filter(None, match.groups()))) in self._pids:
@@ -125,35 +131,25 @@ class SharedFiles:
                 file.writelines(f"{name}\n" for name in sorted(new))
 
 
-def _opened(pid: int) -> list[str]:
-    names = []
-    with contextlib.suppress(OSError):  # the process has ended
-        for entry in os.scandir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                path = Path(os.readlink(entry.path))
-                if path.parent == SHARED_MEMORY and path.name.startswith(OPENED):
-                    names.append(path.name)
-    return names
-
-
 def remove_shared_files(scratch: Path) -> None:
-    """Removes the files that `SharedFiles` saw."""
+    """Removes the files that `SharedFiles` wrote down."""
     seen = scratch / SEEN_FILE
-    for name in seen.read_text(encoding="utf-8").splitlines() if seen.exists() else ():
-        path = SHARED_MEMORY / name
-        with contextlib.suppress(OSError):
-            if path.parent == SHARED_MEMORY and path.lstat().st_uid == os.getuid():
-                path.unlink()
+    for pattern in seen.read_text(encoding="utf-8").splitlines() if seen.exists() else ():
+        for path in SHARED_MEMORY.glob(pattern):
+            with contextlib.suppress(OSError):
+                if path.parent == SHARED_MEMORY and path.lstat().st_uid == os.getuid():
+                    path.unlink()
 
 
 def supervise(command: list[str], log_path: str) -> int:
     """Runs a command until it, standard input or the parent ends, or SIGTERM arrives; returns its exit code."""
     parent = Path(tempfile.gettempdir())
     with scratch_directory(SCRATCH_PREFIX, parent, remove_shared_files) as scratch:
-        environment = os.environ | {"TMPDIR": str(scratch)}
+        server_id = secrets.token_hex(6)
+        environment = os.environ | {"TMPDIR": str(scratch), SERVER_ID: server_id}
         # This cache is worth keeping.
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(parent / f"torchinductor_{getpass.getuser()}"))
-        return _supervise(command, log_path, environment, SharedFiles(scratch))
+        return _supervise(command, log_path, environment, SharedFiles(scratch, server_id))
 
 
 def _supervise(command: list[str], log_path: str, environment: dict[str, str], shared: SharedFiles) -> int:
@@ -195,6 +191,7 @@ def _supervise(command: list[str], log_path: str, environment: dict[str, str], s
         except OSError as error:
             log.write(f"cannot start {command[0]}: {error}\n".encode())
             return 127
+    shared.follow(process.pid)
     stdin_fd = sys.stdin.fileno()
     while not stop_requested and process.poll() is None:
         if os.getppid() != parent:  # a forked sibling may still hold the pipe open

@@ -14,11 +14,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from scalerl.errors import EXIT_USER_ERROR
 from scalerl.optional_imports import without
 from scalerl.servers.access import NO_KEY, take_key
+from scalerl.servers.supervise import SERVER_ID
 
 # What SGLang raises for arguments that its parser takes, and that it refuses once it compares them.
 REFUSALS = (ValueError, TypeError, AssertionError, ArithmeticError, NotImplementedError)
@@ -71,6 +73,21 @@ def leave_chat_templates_to_tokenizers() -> None:
     conversation.matching_function_registry.clear()
 
 
+def name_shared_memory(server_id: str) -> None:
+    """Makes SGLang's file of loads in /dev/shm have a name by which the server's supervisor knows it.
+
+    SGLang gives it a random one, and leaves it there when it is killed.
+    """
+    from sglang.srt.server_args import PortArgs
+
+    init_new = PortArgs.init_new
+
+    def named(*args: Any, **kwargs: Any) -> PortArgs:
+        return replace(init_new(*args, **kwargs), instance_id=server_id)
+
+    PortArgs.init_new = staticmethod(named)
+
+
 def refusing(check: Callable[[Any], None]) -> Callable[[Any], None]:
     """A check of SGLang's arguments that ends the process with argparse's exit code where it refuses them.
 
@@ -102,6 +119,8 @@ def main() -> None:
     arguments = prepare_server_args([*sys.argv[1:], *([] if key == NO_KEY else [f"--api-key={key}"])])
     freeze_garbage_once_it_listens()
     leave_chat_templates_to_tokenizers()
+    if SERVER_ID in os.environ:
+        name_shared_memory(os.environ[SERVER_ID])
     if ON_CPU in os.environ:
         fork_its_processes()
     try:
