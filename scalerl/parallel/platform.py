@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from scalerl import nvidia
+from scalerl.optional_imports import frozen
 
 CPU = torch.device("cpu")
 
@@ -86,7 +87,8 @@ def _import_megatron_without_compiler() -> None:
     """
     compile, torch.compile = torch.compile, lambda function: function
     try:
-        from megatron.core import jit
+        with frozen():
+            from megatron.core import jit
 
         # Of the modules that are imported later.
         jit.disable_jit_fuser()

@@ -10,7 +10,7 @@ import math
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 import torch
@@ -19,7 +19,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world
 
 from scalerl.runtime import rendezvous
-from scalerl.servers.weights import NamedTensors
+
+if TYPE_CHECKING:
+    from scalerl.servers.weights import NamedTensors
 
 # Rank of the trainer in each of these groups.
 SENDER = 0

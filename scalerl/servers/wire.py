@@ -1,4 +1,7 @@
-"""The answer of /generate in `engines.protocol.SharedProtocol`: a stream of events, each with a sample."""
+"""What both ends of `engines.protocol.SharedProtocol` know: the answer of /generate, and how buckets of weights come.
+
+The answer is a stream of events, each with a sample.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,10 @@ from scalerl.servers.slots import Slot
 EVENT_END = b"\n\n"
 DATA = b"data: "
 LAST_EVENT = b"[DONE]"
+
+# `load_format` of a bucket as SGLang reads it (`weights.flattened_text`), and of one that the embedded engine maps.
+FLATTENED = "flattened_bucket"
+MAPPED = "mapped"
 
 
 async def read_events(chunks: AsyncIterable[bytes], who: str) -> AsyncGenerator[dict[str, Any], None]:

@@ -249,10 +249,11 @@ def test_what_the_map_allows_is_not_listed(tmp_path):
         ),
         # It starts and watches a server, one for each replica.
         pytest.param(["scalerl.servers.host", "scalerl.servers.client"], ["torch"], id="host of a server"),
-        # Which transformers would import: scikit-learn with pandas, SciPy for losses of other models too.
+        # Which transformers would import: scikit-learn with pandas, SciPy for losses of other models too. Its arguments
+        # are a server's configuration.
         pytest.param(
             ["scalerl.servers.embedded.server"],
-            ["sklearn", "scipy", "torch._dynamo.convert_frame"],
+            ["sklearn", "scipy", "torch._dynamo.convert_frame", "omegaconf"],
             id="embedded engine",
         ),
     ],

@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from tests.scheduling import FolderScheduling
 from tests.units import KEPT, LONG, place_of, unit_of
 
 REPOSITORY = Path(__file__).parents[2]
@@ -43,7 +45,7 @@ def test_it(i):
     ],
 )
 def test_unit_of_a_test(nodeid: str, unit: str) -> None:
-    assert unit_of(nodeid) == unit
+    assert unit_of(nodeid) == FolderScheduling._split_scope(Mock(), nodeid) == unit
 
 
 def test_long_units_come_first() -> None:
@@ -55,6 +57,7 @@ def test_long_units_come_first() -> None:
         assert unit == KEPT or (REPOSITORY / unit).exists()
 
 
+@pytest.mark.full
 def test_files_of_a_folder_that_shares_run_on_one_process(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     for folder in ("dist", "e2e"):

@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from scalerl.families import HFWeights, weight_block
+from scalerl.servers.checksums import tensor_checksum
 from scalerl.servers.embedded.decode_rows import DecodeRows, prefill
 from scalerl.servers.embedded.file_tensors import file_tensors
 from scalerl.servers.embedded.fixed_shapes import compute_in_blocks
 from scalerl.servers.embedded.sampling import SampleSettings, sample
-from scalerl.servers.weights import tensor_checksum
 
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 

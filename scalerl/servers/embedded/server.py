@@ -10,20 +10,21 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from operator import itemgetter
 from typing import Any
 
-import torch
-
-from scalerl.optional_imports import torch_compiler_when_needed, without
+from scalerl.optional_imports import frozen, torch_compiler_when_needed, without
 from scalerl.servers.access import OPEN_PATH, is_authorized, take_key
-from scalerl.servers.engines.protocol import FLATTENED, MAPPED
-from scalerl.servers.mapped import read
 from scalerl.servers.process import address_family
-from scalerl.servers.update_group import broadcast, join_group, leave_group, num_bytes, reach_store, unpack_bytes
-from scalerl.servers.wire import EVENT_END, LAST_EVENT
+from scalerl.servers.wire import EVENT_END, FLATTENED, LAST_EVENT, MAPPED
 
-# transformers, which the engine imports, would import these: a third of a start.
-torch_compiler_when_needed()
-with without("sklearn"), without("scipy"):
-    from scalerl.servers.embedded.engine import DecodingEngine, RefusedError
+with frozen():
+    import torch
+
+    from scalerl.servers.mapped import read
+    from scalerl.servers.update_group import broadcast, join_group, leave_group, num_bytes, reach_store, unpack_bytes
+
+    # transformers, which the engine imports, would import these: a third of a start.
+    torch_compiler_when_needed()
+    with without("sklearn"), without("scipy"):
+        from scalerl.servers.embedded.engine import DecodingEngine, RefusedError
 
 SAMPLING_DEFAULTS: dict[str, Any] = {
     "max_new_tokens": 128,

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from scalerl.servers.context_length import check_context_length
 from scalerl.servers.engines.base import Command, Engine, Launch
-from scalerl.servers.engines.protocol import MAPPED, Call
+from scalerl.servers.engines.protocol import Call
 from scalerl.servers.requests import GenerateRequest
+from scalerl.servers.wire import MAPPED
 
 if TYPE_CHECKING:
     import torch

@@ -15,11 +15,7 @@ from typing import Any, ClassVar, Literal
 from scalerl.servers.access import OPEN_PATH
 from scalerl.servers.requests import GenerateOutput, GenerateRequest, RolloutError
 from scalerl.servers.slots import Slot
-from scalerl.servers.wire import message_of, output_of, read_events
-
-# `load_format` of a bucket as SGLang reads it (`weights.flattened_text`), and of one that the embedded engine maps.
-FLATTENED = "flattened_bucket"
-MAPPED = "mapped"
+from scalerl.servers.wire import FLATTENED, message_of, output_of, read_events
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,12 @@ from scalerl.runtime.cuda_toolkit import toolkit_environment
 from scalerl.runtime.process_environment import sglang_environment
 from scalerl.servers.context_length import check_context_length
 from scalerl.servers.engines.base import Command, Engine, Launch
-from scalerl.servers.engines.protocol import FLATTENED, CacheSize, Call
+from scalerl.servers.engines.protocol import CacheSize, Call
 from scalerl.servers.requests import GenerateRequest
 from scalerl.servers.sglang.cpu_shim import shim_environment
 from scalerl.servers.sglang.placement_arguments import RUNNER, expert_parallel, plain_runner, unknown_places
 from scalerl.servers.sglang.plugin import ATTENTION_BACKEND, PLUGIN
+from scalerl.servers.wire import FLATTENED
 
 if TYPE_CHECKING:
     import torch

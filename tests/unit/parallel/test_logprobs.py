@@ -241,7 +241,7 @@ def extra_bytes(version: str, num_tokens: int) -> dict[str, int]:
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux tells a process's peak memory")
-@pytest.mark.parametrize("num_tokens", [2048, full(8192)])
+@pytest.mark.parametrize("num_tokens", [1024, full(8192)])
 def test_memory_is_a_tenth_of_the_naive_version(num_tokens: int) -> None:
     naive = extra_bytes("naive", NAIVE_TOKENS)
     mine = extra_bytes("fused", num_tokens)

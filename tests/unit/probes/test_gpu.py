@@ -106,7 +106,6 @@ def test_a_flash_attention_is_tried_as_a_rank_would_take_it_up(tmp_path: Path, m
     ]
     assert refusals["FA3"] and refusals["FA3"].reason.startswith("flash_attn_interface cannot be imported (No module")
     monkeypatch.setenv("PYTHONPATH", str(install(tmp_path, "FA3", "FA4")), prepend=":")
-    assert gpu.try_flash_attention("FA3") == {"FA3": None}
     (tmp_path / "flash_attn_interface.py").write_text("import os\nos.abort()\n")
     crashed = gpu.try_flash_attention("FA3", "FA4")
     assert crashed["FA4"] is None and crashed["FA3"] is not None and "killed by signal 6" in crashed["FA3"].reason

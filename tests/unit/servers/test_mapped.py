@@ -16,10 +16,10 @@ from safetensors.torch import load as load_safetensors
 
 from scalerl.servers import mapped
 from scalerl.servers.engines import ENGINES
-from scalerl.servers.engines.protocol import MAPPED
 from scalerl.servers.engines.sglang import MAPPED_LOADER
 from scalerl.servers.mapped import BucketPlace, MappedBytes
 from scalerl.servers.weights import Bucket, flat_layout
+from scalerl.servers.wire import MAPPED
 
 NAMED = [
     ("a", torch.arange(5, dtype=torch.bfloat16)),
