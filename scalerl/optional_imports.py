@@ -19,8 +19,8 @@ _TRACED, _MODE = f"{_COMPILER}._trace_wrapped_higher_order_op", "TransformGetIte
 def frozen() -> Iterator[None]:
     """Keeps what is imported in the block out of garbage collections, and with it all that the process has by then.
 
-    Imports make what stays. The collector would go through all of it again and again: a sixth of an import of Megatron
-    or SGLang. For processes that have not begun their work.
+    Imports make what stays. The collector would go through all of it again and again: a sixth of a rank's imports, a
+    third of SGLang's. For processes that have not begun their work.
     """
     collects = gc.isenabled()
     gc.disable()
