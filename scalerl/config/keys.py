@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import pickle
 import re
 import typing
 from collections.abc import Iterator
@@ -57,8 +58,18 @@ def leaves(schema: type, prefix: str = "") -> Iterator[Leaf]:
 
 @functools.cache
 def defaults_of(schema: type) -> DictConfig:
-    """The schema with its defaults. Callers copy it, in a sixth of the time of making it, and never change it."""
+    """The schema with its defaults. Callers never change it."""
     return OmegaConf.structured(schema)
+
+
+def fresh_defaults(schema: type) -> DictConfig:
+    """The same to be changed, in a twentieth of the time of making it; `copy.deepcopy` takes a sixth."""
+    return pickle.loads(_pickled_defaults(schema))
+
+
+@functools.cache
+def _pickled_defaults(schema: type) -> bytes:
+    return pickle.dumps(defaults_of(schema), pickle.HIGHEST_PROTOCOL)
 
 
 @functools.cache
@@ -71,6 +82,12 @@ def inherited_keys(schema: type) -> dict[str, str]:
         if isinstance(value, str) and (match := re.fullmatch(r"\$\{([\w.]+)\}", value)):
             sources[leaf.key] = match[1]
     return sources
+
+
+@functools.cache
+def key_table(schema: type) -> KeyTable:
+    """Callers never change it."""
+    return KeyTable(schema)
 
 
 class KeyTable:

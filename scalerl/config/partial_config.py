@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import re
 from collections.abc import Iterable, Mapping
@@ -15,7 +14,7 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from scalerl.config.companions import COMPANIONS
-from scalerl.config.keys import KeyTable, defaults_of
+from scalerl.config.keys import defaults_of, fresh_defaults, key_table
 from scalerl.config.value_checks import show
 from scalerl.config.verl import Translation, Translator
 
@@ -38,7 +37,7 @@ class PartialConfig:
         kind: of a configuration, whose vocabulary of verl is understood.
         left_open: key -> text that a shell replaces by its value; None: no shell reads what is put.
         """
-        self.table, self._kind = KeyTable(schema), kind
+        self.table, self._kind = key_table(schema), kind
         self.violations: list[str] = []
         # Keys, sections and keys in dicts whose value may be another than the user meant; "" stands for all keys.
         # Complete after `finish`.
@@ -53,7 +52,7 @@ class PartialConfig:
         # Entries of inherited dicts: dict -> key in it -> value.
         self._own_entries: dict[str, dict[str, Any]] = {}
         self._defaults = defaults_of(schema)
-        self._config = copy.deepcopy(self._defaults)
+        self._config = fresh_defaults(schema)
         self._mentioned: set[str] = set()
         # Keys that verl's vocabulary has asked for.
         self._asked: set[str] = set()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from scalerl.config import Examined, examined, refusals
-from scalerl.config.keys import KeyTable
+from scalerl.config.keys import key_table
 from scalerl.config.rules.base import value_at
 from scalerl.config.schema import SCHEMAS
 
@@ -116,7 +116,7 @@ def report_on(command: str, kind: str, arguments: list[str], launched: Mapping[s
 
     launched: arguments of the program's launcher -> what they are here.
     """
-    table = KeyTable(SCHEMAS[kind])
+    table = key_table(SCHEMAS[kind])
     open_arguments = [
         text for text in arguments if _left_to_the_shell(text) and table.kind(_key(text)) in ("leaf", "free")
     ]

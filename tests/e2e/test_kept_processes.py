@@ -115,13 +115,18 @@ def test_the_numbers_are_those_of_new_processes(
     assert len(before) >= 2 and ranks() == before, "the last two runs had the same processes"
 
 
-def test_the_log_of_a_server_that_goes_on_is_found_in_each_runs_directory(
+def test_what_goes_on_is_found_and_what_died_while_it_waited_is_not_taken(
     inputs: Inputs, kept: Kept, tmp_path: Path
 ) -> None:
+    """The log of a server that goes on is in each run's directory."""
     for name in ("first", "second"):
         train(kept, inputs, tmp_path / name)
     logs = [(tmp_path / name / "logs" / "rollout-0.log").resolve() for name in ("first", "second")]
     assert logs[0] == logs[1] and logs[0].is_file()
+    for pid in ranks():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    train(kept, inputs, tmp_path / "after")
 
 
 @pytest.mark.full
@@ -191,14 +196,6 @@ def test_a_run_that_fails_leaves_no_process_and_the_next_one_starts_anew(
     while len(before - ranks()) < WORLD_SIZE and time.monotonic() < deadline:
         time.sleep(0.1)
     assert len(before - ranks()) >= WORLD_SIZE, "what they were in the middle of is not known"
-    train(kept, inputs, tmp_path / "after")
-
-
-def test_a_process_that_died_while_it_waited_is_not_taken(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
-    train(kept, inputs, tmp_path / "before")
-    for pid in ranks():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
     train(kept, inputs, tmp_path / "after")
 
 

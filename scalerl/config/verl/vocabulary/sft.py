@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from scalerl.config.keys import KeyTable
+from scalerl.config.keys import key_table
 from scalerl.config.schema import MegatronConfig, SFTConfig
 from scalerl.config.verl.batch_units import lr_warmup_ratio, tokens_of_a_device
 from scalerl.config.verl.entry import (
@@ -72,7 +72,7 @@ def _no_field(match: re.Match[str], value: Any, _: Context) -> Outcome | None:
     """Reads a key of the section `engine` that no engine of verl has as a misspelt one of the section `megatron`."""
     if isinstance(value, dict) and value:
         return None
-    return Refused(KeyTable(SFTConfig).unknown(f"megatron.{match[1]}").partition(": ")[2])
+    return Refused(key_table(SFTConfig).unknown(f"megatron.{match[1]}").partition(": ")[2])
 
 
 def _after_each_epoch(match: re.Match[str], value: Any, _: Context) -> Outcome | None:
