@@ -3,6 +3,7 @@
 python benchmarks/weight_sync.py                              # 0.1 and 1 GB, trainer on 1, tp 2, pp 2
 python benchmarks/weight_sync.py --gb 8 --layouts tp2         # up to what memory holds three times
 python benchmarks/weight_sync.py --server-tp 2 --bucket-mb 64 # other servers, buckets: --help
+python benchmarks/weight_sync.py --paths in-turn gathered     # what it saves to gather while servers load
 
 On a CPU. A byte is copied twice: by the trainer rank that holds it into memory that all processes of the machine map,
 and by the server out of it. The limit is therefore half of the speed of one copy, which is measured after every sync in
@@ -17,6 +18,7 @@ import os
 import socket
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +38,10 @@ LAYOUTS = {"1": (1, 1, 1), "tp2": (2, 2, 1), "pp2": (2, 1, 2), "tp2pp2": (4, 2, 
 
 @dataclass(frozen=True)
 class SyncJob:
-    """layout: world, tp and pp size of the trainer.  paths: shared (one machine) or gathered (several, or GPUs)."""
+    """layout: world, tp and pp size of the trainer.
+
+    paths: shared (one machine), gathered (several, or GPUs), in-turn (gathered, one bucket after the other).
+    """
 
     model_path: str
     url: str
@@ -62,7 +67,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["1", "tp2", "pp2"], help="of the trainer")
     parser.add_argument("--server-tp", type=int, nargs="+", default=[1], help="ranks of the server")
     parser.add_argument("--bucket-mb", type=int, nargs="+", default=[64, 512], help="MiB")
-    parser.add_argument("--paths", nargs="+", choices=("shared", "gathered"), default=["shared"])
+    parser.add_argument("--paths", nargs="+", choices=("shared", "gathered", "in-turn"), default=["shared"])
     parser.add_argument("--rollout", choices=("sglang", "embedded"), default="sglang")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--repeats", type=int, default=5, help="timed syncs, with checksums and without")
@@ -223,7 +228,6 @@ def measure_syncs(job: SyncJob, engine: Any, path: str, bucket_mb: int) -> dict[
     import torch
     import torch.distributed as dist
 
-    from scalerl.hybrid.transports.gathered import GatheredTransport
     from scalerl.hybrid.weight_sync import WeightSync
     from scalerl.servers.engines import ENGINES
     from scalerl.servers.replica import Replica
@@ -236,8 +240,8 @@ def measure_syncs(job: SyncJob, engine: Any, path: str, bucket_mb: int) -> dict[
         max_model_len=MAX_MODEL_LEN,
         timeout_s=300.0,
     )
-    if path == "gathered":
-        sync.transport = GatheredTransport(engine.export_buckets, sync.groups)
+    if path != "shared":
+        sync.transport = gathered(engine.export_buckets, sync.groups, in_turn=path == "in-turn")
     copied: list[torch.Tensor] = []
     seconds: dict[str, list[float]] = {"send": [], "whole": [], "copy": []}
     for repeat in range(job.warmup + job.repeats):
@@ -253,6 +257,29 @@ def measure_syncs(job: SyncJob, engine: Any, path: str, bucket_mb: int) -> dict[
             seconds["whole"].append(whole["sync_s"] + whole["verify_s"])
             seconds["copy"].append(copy_s)
     return summarize(job, path, bucket_mb, num_bytes, int(sent["num_buckets"]), seconds) if copy_s else {}
+
+
+def gathered(export: Any, groups: Any, *, in_turn: bool) -> Any:
+    """The transport of ranks on several machines.  in_turn: gathers no bucket while servers load the one before."""
+    import torch.distributed as dist
+
+    from scalerl.hybrid.transports.gathered import GatheredTransport
+
+    loaded = threading.Semaphore(0)
+
+    class InTurn(GatheredTransport):
+        def _send(self, *part: Any) -> None:
+            super()._send(*part)
+            loaded.release()
+
+    def export_in_turn(bucket_bytes: int, wanted: Any) -> Any:
+        for number, named in enumerate(export(bucket_bytes, wanted)):
+            yield named
+            # There is one server.
+            if dist.get_rank() in wanted(number):
+                loaded.acquire()
+
+    return InTurn(export_in_turn, groups) if in_turn else GatheredTransport(export, groups)
 
 
 def time_copy(buffers: list[Any], num_bytes: int) -> float:

@@ -19,15 +19,17 @@ _TRACED, _MODE = f"{_COMPILER}._trace_wrapped_higher_order_op", "TransformGetIte
 def frozen() -> Iterator[None]:
     """Keeps what is imported in the block out of garbage collections, and with it all that the process has by then.
 
+    Where the block imports nothing new, as in a second run of a process, everything stays as it was.
     Imports make what stays. The collector would go through all of it again and again: a sixth of a rank's imports, a
     third of SGLang's. For processes that have not begun their work.
     """
-    collects = gc.isenabled()
+    collects, num_modules = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
+        if len(sys.modules) > num_modules:
+            gc.freeze()
         if collects:
             gc.enable()
 
@@ -80,6 +82,9 @@ class _CompilerWhenNeeded(ModuleType):
         return _compiler_module(_COMPILER).__path__
 
     def __getattr__(self, name: str) -> Any:
+        # Such as __file__, which `inspect` asks of all modules, also while torch is half imported.
+        if name.startswith("__"):
+            raise AttributeError(name)
         return getattr(_compiler_module(_COMPILER), name)
 
 

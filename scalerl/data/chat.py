@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from scalerl.data.problems import DataError
-from scalerl.optional_imports import without
+from scalerl.optional_imports import frozen, torch_compiler_when_needed, without
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,8 +34,9 @@ def load_tokenizer(path: str | os.PathLike, trust_remote_code: bool = False) -> 
         raise DataError(
             [f"{directory} holds no tokenizer: add tokenizer.json (or tokenizer.model, vocab.json); it has {present}"]
         )
-    # A second to import, and only a process that tokenizes needs it.
-    with without("sklearn"):
+    # A second to import, and only a process that tokenizes needs it. Its models, which it imports too, need more.
+    torch_compiler_when_needed()
+    with frozen(), without("sklearn"), without("scipy"):
         from transformers import AutoTokenizer
 
     try:

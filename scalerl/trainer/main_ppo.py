@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from scalerl.config import batch_table, help_text, total_steps, translation_table
 from scalerl.errors import run_main
+from scalerl.optional_imports import frozen
 from scalerl.runtime.device import devices_line
 from scalerl.runtime.stop import EXIT_REQUEUE
 from scalerl.trainer.beginning import StartPhases, command_line, finished_at, finished_text, printing_how_to_continue
@@ -16,6 +17,8 @@ from scalerl.user_code import forget_files
 
 if TYPE_CHECKING:
     from scalerl.cluster.processes import Processes
+    from scalerl.trainer.ppo import Run
+    from scalerl.trainer.preflight import PPOInputs
 
 
 def main(argv: Sequence[str] | None = None, processes: Processes | None = None) -> int:
@@ -51,13 +54,10 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
             return 0
 
         # Imported here: --help and a configuration that cannot be read must not wait for torch.
-        from scalerl.memory_plan.report import summary
-        from scalerl.trainer import checkpoints
-        from scalerl.trainer.build import ppo_run
-        from scalerl.trainer.custom_fit import call_fit
-        from scalerl.trainer.ppo import Run, fit
-        from scalerl.trainer.preflight import PPOInputs, check_ppo
-        from scalerl.trainer.run_host import run_host
+        with frozen():
+            from scalerl.memory_plan.report import summary
+            from scalerl.trainer import checkpoints
+            from scalerl.trainer.preflight import check_ppo
 
         phases.begin("data")
         inputs = check_ppo(cfg, digests=not dry_run)
@@ -72,6 +72,13 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
         if dry_run:
             print(checkpoints.dry_run_text(inputs.resumed))
             return 0
+
+        # A dry run does without torch's checkpoints.
+        with frozen():
+            from scalerl.trainer.build import ppo_run
+            from scalerl.trainer.custom_fit import call_fit
+            from scalerl.trainer.ppo import fit
+            from scalerl.trainer.run_host import run_host
 
         def trained(inputs: PPOInputs) -> Run:
             with ppo_run(cfg, inputs, host) as run:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from scalerl.config import help_text, total_steps, translation_table
 from scalerl.errors import run_main
+from scalerl.optional_imports import frozen
 from scalerl.runtime.device import devices_line
 from scalerl.runtime.stop import EXIT_REQUEUE
 from scalerl.trainer.beginning import StartPhases, command_line, finished_at, finished_text, printing_how_to_continue
@@ -16,6 +17,8 @@ from scalerl.user_code import forget_files
 
 if TYPE_CHECKING:
     from scalerl.cluster.processes import Processes
+    from scalerl.trainer.preflight import SFTInputs
+    from scalerl.trainer.sft import SFTRun
 
 
 def main(argv: Sequence[str] | None = None, processes: Processes | None = None) -> int:
@@ -47,11 +50,10 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
             print(finished_text(last, cfg.trainer, "model.path", cfg.model.path), flush=True)
             return 0
 
-        from scalerl.memory_plan.report import summary
-        from scalerl.trainer import checkpoints
-        from scalerl.trainer.preflight import SFTInputs, check_sft
-        from scalerl.trainer.run_host import run_host
-        from scalerl.trainer.sft import SFTRun, fit, sft_run
+        with frozen():
+            from scalerl.memory_plan.report import summary
+            from scalerl.trainer import checkpoints
+            from scalerl.trainer.preflight import check_sft
 
         phases.begin("data")
         inputs = check_sft(cfg, digests=not dry_run)
@@ -71,6 +73,10 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
         if dry_run:
             print(checkpoints.dry_run_text(inputs.resumed))
             return 0
+
+        with frozen():
+            from scalerl.trainer.run_host import run_host
+            from scalerl.trainer.sft import fit, sft_run
 
         def trained(inputs: SFTInputs) -> SFTRun:
             with sft_run(cfg, inputs, host) as run:

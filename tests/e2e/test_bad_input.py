@@ -182,8 +182,10 @@ def test_layers_not_divisible_by_pp(fit_violations: list[str], inputs: Inputs) -
 
 @pytest.mark.parametrize("choice", ["data.truncation=middle", full("data.filter_overlong_prompts=true")])
 def test_long_prompts_are_cut_or_filtered_with_a_count(
-    choice: str, inputs: Inputs, start_job: StartJob, tmp_path: Path
+    choice: str, inputs: Inputs, start_job: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A dry run imports nothing that only a run needs: it would take half as long again."""
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     long = [{"role": "user", "content": "1" * 50}]
     train = write(tmp_path / "train.parquet", [row(), row(prompt=long), row(), row(prompt=long), row(), row()])
     overrides = inputs.overrides(tmp_path / "run", f"data.train_files={train}", choice, "--dry-run")
@@ -193,6 +195,9 @@ def test_long_prompts_are_cut_or_filtered_with_a_count(
     assert filtered is (choice != "data.truncation=middle")
     prompts = 4 if filtered else 6
     assert re.search(rf"steps per epoch +{prompts} / 4 = ", job.stdout)
+    imported = {line.rpartition("|")[2].strip() for line in job.stderr.splitlines() if line.startswith("import time:")}
+    assert {"torch", "transformers"} <= imported
+    assert not imported & {"torch._dynamo", "torch.distributed.checkpoint", "sympy", "sklearn", "megatron.core"}
 
 
 # What shows only while the job runs.

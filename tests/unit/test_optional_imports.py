@@ -47,6 +47,9 @@ def test_an_import_is_out_of_collections(monkeypatch: pytest.MonkeyPatch, collec
         assert gc.isenabled() is collects
         # What a collection goes through.
         assert not any(thing is vars(module) for thing in gc.get_objects())
+        with frozen():
+            later = [importlib.import_module("colorsys")]
+        assert any(thing is later for thing in gc.get_objects())
     finally:
         gc.unfreeze()
         (gc.enable if collected else gc.disable)()
@@ -61,6 +64,9 @@ def loaded():
 from transformers.masking_utils import TransformGetItemToIndex
 from transformers.integrations import finegrained_fp8, flash_paged, flex_attention, moe
 assert not loaded(), "transformers asks for more than marks"
+# It registers operations, for which torch asks each module for its file.
+import torch.distributed.checkpoint
+assert not loaded()
 import torch
 {use}
 assert loaded()
