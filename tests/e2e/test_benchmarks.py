@@ -223,16 +223,19 @@ def test_end_to_end(tmp_path: Path) -> None:
     assert result["limits"].keys() >= limits
 
 
+PATHS = ("shared", "gathered", "in-turn")
+
+
 @pytest.mark.full
 def test_weight_sync(tmp_path: Path) -> None:
     result = run_benchmark(
         "weight_sync.py", tmp_path / "result.json",
         *("--gb", "0.006", "--layouts", "tp2", "--bucket-mb", "2", "64", "--repeats", "1", "--warmup", "0"),
-        *("--rollout", "embedded", "--dtype", "float32", "--paths", "shared", "gathered"),
+        *("--rollout", "embedded", "--dtype", "float32", "--paths", *PATHS),
     )  # fmt: skip
     assert result["copies_per_byte"] == 2
     measurements = {(one["path"], one["bucket_mb"]): one for one in result["measured"]}
-    assert measurements.keys() == {(path, size) for path in ("shared", "gathered") for size in (2, 64)}
+    assert measurements.keys() == {(path, size) for path in PATHS for size in (2, 64)}
     for (path, size), one in measurements.items():
         assert_positive({name: value for name, value in one.items() if name not in ("layout", "path")})
         assert one["num_buckets"] > 2 if size == 2 else one["num_buckets"] == 1
