@@ -74,9 +74,9 @@ def measure(samples: int, tokens: int, repeats: int) -> dict[str, Any]:
 
     from scalerl.controller.sampling import sample_columns
     from scalerl.data import PromptRow
+    from scalerl.garbage import collect_garbage, collect_rarely
     from scalerl.rewards import ScoreResult
     from scalerl.rollout.program import Trajectory
-    from scalerl.runtime.garbage import collect_garbage, collect_rarely
     from scalerl.servers.requests import GenerateOutput, GenerateRequest, SamplingParams
     from scalerl.servers.slots import slots_of
     from scalerl.servers.wire import output_of, read_events

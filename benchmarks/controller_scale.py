@@ -67,7 +67,7 @@ def measure(options: argparse.Namespace, dp_size: int) -> dict[str, Any]:
     from remote_calls import Phases, RemoteCalls
 
     from scalerl.cluster.processes import Processes
-    from scalerl.runtime.garbage import collect_garbage
+    from scalerl.garbage import collect_garbage
     from scalerl.trainer.ppo import train_step
 
     with (

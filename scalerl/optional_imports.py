@@ -1,8 +1,7 @@
-"""What libraries import and most processes do without, and what else makes a process' start longer than it must be."""
+"""What libraries import and most processes do without: left out of a process' start."""
 
 from __future__ import annotations
 
-import gc
 import importlib
 import sys
 from collections.abc import Iterator
@@ -13,25 +12,6 @@ from typing import Any
 _COMPILER = "torch._dynamo"
 # Where a mode is that transformers imports by its name, for masks that are given as functions.
 _TRACED, _MODE = f"{_COMPILER}._trace_wrapped_higher_order_op", "TransformGetItemToIndex"
-
-
-@contextmanager
-def frozen() -> Iterator[None]:
-    """Keeps what is imported in the block out of garbage collections, and with it all that the process has by then.
-
-    Where the block imports nothing new, as in a second run of a process, everything stays as it was.
-    Imports make what stays. The collector would go through all of it again and again: a sixth of a rank's imports, a
-    third of SGLang's. For processes that have not begun their work.
-    """
-    collects, num_modules = gc.isenabled(), len(sys.modules)
-    gc.disable()
-    try:
-        yield
-    finally:
-        if len(sys.modules) > num_modules:
-            gc.freeze()
-        if collects:
-            gc.enable()
 
 
 @contextmanager

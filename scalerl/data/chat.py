@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from scalerl.data.problems import DataError
-from scalerl.optional_imports import frozen, torch_compiler_when_needed, without
+from scalerl.garbage import frozen_imports
+from scalerl.optional_imports import torch_compiler_when_needed, without
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,7 +37,7 @@ def load_tokenizer(path: str | os.PathLike, trust_remote_code: bool = False) -> 
         )
     # A second to import, and only a process that tokenizes needs it. Its models, which it imports too, need more.
     torch_compiler_when_needed()
-    with frozen(), without("sklearn"), without("scipy"):
+    with frozen_imports(), without("sklearn"), without("scipy"):
         from transformers import AutoTokenizer
 
     try:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from scalerl.config import LayoutSizes
+from scalerl.garbage import collect_garbage
 from scalerl.random_states import seed_generators
-from scalerl.runtime.garbage import collect_garbage
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from scalerl import nvidia
-from scalerl.optional_imports import frozen
+from scalerl.garbage import frozen_imports
 
 CPU = torch.device("cpu")
 
@@ -87,7 +87,7 @@ def _import_megatron_without_compiler() -> None:
     """
     compile, torch.compile = torch.compile, lambda function: function
     try:
-        with frozen():
+        with frozen_imports():
             from megatron.core import jit
 
         # Of the modules that are imported later.

@@ -33,10 +33,10 @@ from scalerl.controller.training.roles import MegatronActor, MegatronCritic, Meg
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.data import PromptCursor
 from scalerl.families.flops import flops_shape
+from scalerl.garbage import collect_garbage
 from scalerl.metrics import Timers
 from scalerl.parallel.layout import Layout
 from scalerl.random_states import seed_generators
-from scalerl.runtime.garbage import collect_garbage
 from scalerl.tracking import Tracking
 from scalerl.trainer import checkpoints
 from scalerl.trainer.attention_choice import AttentionChoice, agree_on_attention

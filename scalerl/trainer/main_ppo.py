@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from scalerl.config import batch_table, help_text, total_steps, translation_table
 from scalerl.errors import run_main
-from scalerl.optional_imports import frozen
+from scalerl.garbage import frozen_imports
 from scalerl.runtime.device import devices_line
 from scalerl.runtime.stop import EXIT_REQUEUE
 from scalerl.trainer.beginning import StartPhases, command_line, finished_at, finished_text, printing_how_to_continue
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
             return 0
 
         # Imported here: --help and a configuration that cannot be read must not wait for torch.
-        with frozen():
+        with frozen_imports():
             from scalerl.memory_plan.report import summary
             from scalerl.trainer import checkpoints
             from scalerl.trainer.preflight import check_ppo
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
             return 0
 
         # A dry run does without torch's checkpoints.
-        with frozen():
+        with frozen_imports():
             from scalerl.trainer.build import ppo_run
             from scalerl.trainer.custom_fit import call_fit
             from scalerl.trainer.ppo import fit

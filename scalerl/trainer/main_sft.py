@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from scalerl.config import help_text, total_steps, translation_table
 from scalerl.errors import run_main
-from scalerl.optional_imports import frozen
+from scalerl.garbage import frozen_imports
 from scalerl.runtime.device import devices_line
 from scalerl.runtime.stop import EXIT_REQUEUE
 from scalerl.trainer.beginning import StartPhases, command_line, finished_at, finished_text, printing_how_to_continue
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
             print(finished_text(last, cfg.trainer, "model.path", cfg.model.path), flush=True)
             return 0
 
-        with frozen():
+        with frozen_imports():
             from scalerl.memory_plan.report import summary
             from scalerl.trainer import checkpoints
             from scalerl.trainer.preflight import check_sft
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
             print(checkpoints.dry_run_text(inputs.resumed))
             return 0
 
-        with frozen():
+        with frozen_imports():
             from scalerl.trainer.run_host import run_host
             from scalerl.trainer.sft import fit, sft_run
 

@@ -18,6 +18,7 @@ LAYERS = [
         "byte_units",
         "cache_directory",
         "errors",
+        "garbage",
         "model_files",
         "nvidia",
         "optional_imports",

@@ -1,15 +1,14 @@
-"""Packages that a library is not to find, and imports that the garbage collector does not go through."""
+"""Packages that a library is not to find."""
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import subprocess
 import sys
 
 import pytest
 
-from scalerl.optional_imports import frozen, without
+from scalerl.optional_imports import without
 from tests.lanes import full
 
 
@@ -33,26 +32,6 @@ def test_it_is_found_after_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ValueError, match="in the block"), without("colorsys"):
         raise ValueError("in the block")
     assert importlib.util.find_spec("colorsys") is not None
-
-
-@pytest.mark.parametrize("collects", [True, False])
-def test_an_import_is_out_of_collections(monkeypatch: pytest.MonkeyPatch, collects: bool) -> None:
-    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
-    collected = gc.isenabled()
-    try:
-        (gc.enable if collects else gc.disable)()
-        with frozen():
-            assert not gc.isenabled()
-            module = importlib.import_module("colorsys")
-        assert gc.isenabled() is collects
-        # What a collection goes through.
-        assert not any(thing is vars(module) for thing in gc.get_objects())
-        with frozen():
-            later = [importlib.import_module("colorsys")]
-        assert any(thing is later for thing in gc.get_objects())
-    finally:
-        gc.unfreeze()
-        (gc.enable if collected else gc.disable)()
 
 
 MASKS = """

@@ -17,8 +17,8 @@ from scalerl.controller.sampling.early_ends import EarlyEndCount
 from scalerl.controller.sampling.held_batches import HeldBatches
 from scalerl.controller.sampling.sample_columns import to_batch
 from scalerl.controller.sampling.texts import decoded, texts_of
+from scalerl.garbage import collect_garbage, collect_rarely
 from scalerl.protocol import DataProto
-from scalerl.runtime.garbage import collect_garbage, collect_rarely
 from scalerl.user_code import forget_files, import_files
 
 if TYPE_CHECKING:

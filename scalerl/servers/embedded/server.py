@@ -10,12 +10,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from operator import itemgetter
 from typing import Any
 
-from scalerl.optional_imports import frozen, torch_compiler_when_needed, without
+from scalerl.garbage import frozen_imports
+from scalerl.optional_imports import torch_compiler_when_needed, without
 from scalerl.servers.access import OPEN_PATH, is_authorized, take_key
 from scalerl.servers.process import address_family
 from scalerl.servers.wire import EVENT_END, FLATTENED, LAST_EVENT, MAPPED
 
-with frozen():
+with frozen_imports():
     import torch
 
     from scalerl.servers.mapped import read

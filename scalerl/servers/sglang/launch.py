@@ -18,7 +18,8 @@ from dataclasses import replace
 from typing import Any
 
 from scalerl.errors import EXIT_USER_ERROR
-from scalerl.optional_imports import frozen, without
+from scalerl.garbage import frozen_imports
+from scalerl.optional_imports import without
 from scalerl.servers.access import NO_KEY, take_key
 from scalerl.servers.supervise import SERVER_ID
 
@@ -107,7 +108,7 @@ def refusing(check: Callable[[Any], None]) -> Callable[[Any], None]:
 def main() -> None:
     key = take_key()
     # Imported here, because SGLang's processes import this module again.
-    with frozen(), without("sklearn"), without("scipy"):
+    with frozen_imports(), without("sklearn"), without("scipy"):
         from sglang.launch_server import run_server
         from sglang.srt.plugins import load_plugins
         from sglang.srt.server_args import ServerArgs, prepare_server_args

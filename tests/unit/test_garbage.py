@@ -1,14 +1,16 @@
-"""Only what is there at the first call is kept out of collections; cycles that a run leaves are freed by each call; an
+"""Imports and what is there at the first call are kept out of collections; each call frees cycles that a run left; an
 answer is read without a collection."""
 
 from __future__ import annotations
 
 import gc
+import importlib
+import sys
 import weakref
 
 import pytest
 
-from scalerl.runtime import garbage
+from scalerl import garbage
 
 
 class Knot:
@@ -23,6 +25,25 @@ def not_frozen(monkeypatch: pytest.MonkeyPatch):
     yield
     gc.unfreeze()
     gc.set_threshold(*thresholds)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_an_import_is_out_of_collections(monkeypatch: pytest.MonkeyPatch, collects: bool) -> None:
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    collected = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        with garbage.frozen_imports():
+            assert not gc.isenabled()
+            module = importlib.import_module("colorsys")
+        assert gc.isenabled() is collects
+        # What a collection goes through.
+        assert not any(thing is vars(module) for thing in gc.get_objects())
+        with garbage.frozen_imports():
+            later = [importlib.import_module("colorsys")]
+        assert any(thing is later for thing in gc.get_objects())
+    finally:
+        (gc.enable if collected else gc.disable)()
 
 
 def test_the_first_call_freezes_and_no_other() -> None:
