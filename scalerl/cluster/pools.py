@@ -53,6 +53,9 @@ def ray_cluster(*, num_workers: int, device: str, log_dir: Path | None = None) -
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # A Python process for each core, which no actor ever takes: each has an environment of its own.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    # Ray's own is 15: behind any other program of the machine a rank would have a thirtieth of a core, and with it all
+    # ranks that wait for that one.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     # The first rank's error is raised with its cause; Ray would print a stack for every other rank's beside it.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     address, parent = os.environ.get("RAY_ADDRESS") or None, sessions_parent()

@@ -47,12 +47,12 @@ def test_a_stranger_is_refused(cluster: Processes) -> None:
 
 
 @ray.remote(num_cpus=0)
-def visible_devices() -> str | None:
-    return os.environ.get("CUDA_VISIBLE_DEVICES")
+def devices_and_niceness() -> tuple[str | None, int]:
+    return os.environ.get("CUDA_VISIBLE_DEVICES"), os.nice(0)
 
 
-def test_workers_on_a_cpu_see_no_gpu(cluster: Processes) -> None:
-    assert ray.get(visible_devices.remote(), timeout=120) == ""
+def test_workers_on_a_cpu_see_no_gpu_and_stand_back_behind_nobody(cluster: Processes) -> None:
+    assert ray.get(devices_and_niceness.remote(), timeout=120) == ("", os.nice(0))
 
 
 def test_nothing_is_uploaded_to_the_nodes(cluster: Processes) -> None:

@@ -12,7 +12,9 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
+import psutil
 import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -25,6 +27,13 @@ def leaked() -> list[str]:
     return [name for name in os.environ if name.startswith(("SLURM", "PMI", "OMPI", "MPI_"))]
 
 
+def not_used() -> list[str]:
+    """Processes on this node by which Ray serves what no run uses."""
+    programs = ("ray.util.client.server", "log_monitor.py", "monitor.py")
+    words = {Path(word).name for each in psutil.process_iter(["cmdline"]) for word in each.info["cmdline"] or ()}
+    return sorted(words.intersection(programs))
+
+
 @ray.remote(num_cpus=1)
 def where() -> dict[str, object]:
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -34,6 +43,8 @@ def where() -> dict[str, object]:
         "devices": sorted(devices.split(",")),
         "network": os.environ.get("NCCL_SOCKET_IFNAME"),
         "gdr_level": os.environ.get("NCCL_NET_GDR_LEVEL"),
+        "not_used": not_used(),
+        "niceness": os.nice(0),
     }
 
 

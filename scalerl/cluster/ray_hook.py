@@ -1,0 +1,21 @@
+"""What `ray start` leaves out on the nodes of a job: Ray calls it by the name in RAY_START_HOOK."""
+
+from __future__ import annotations
+
+from ray._private.parameter import RayParams
+
+# Where Ray's own command serves its client when nobody names a port.
+_CLIENT_PORT = 10001
+
+
+def without_what_no_run_uses(parameters: RayParams, head: bool) -> None:
+    """Starts no server for Ray's client, no monitor of logs and no autoscaler, unless they are asked for.
+
+    A driver is always on a node of its cluster, the nodes are Slurm's, and logs stay in the files of the run.
+    Source: `ray start` of Ray 2.60 (ray/scripts/scripts.py), which has an option against the monitors alone.
+    """
+    if parameters.ray_client_server_port == _CLIENT_PORT:
+        parameters.ray_client_server_port = None
+    if parameters.include_log_monitor is None:
+        parameters.include_log_monitor = False
+    parameters.no_monitor = parameters.autoscaling_config is None
