@@ -16,6 +16,5 @@ def without_what_no_run_uses(parameters: RayParams, head: bool) -> None:
     """
     if parameters.ray_client_server_port == _CLIENT_PORT:
         parameters.ray_client_server_port = None
-    if parameters.include_log_monitor is None:
-        parameters.include_log_monitor = False
+    parameters.update_if_absent(include_log_monitor=False)
     parameters.no_monitor = parameters.autoscaling_config is None
