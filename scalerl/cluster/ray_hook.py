@@ -17,4 +17,5 @@ def without_what_no_run_uses(parameters: RayParams, head: bool) -> None:
     if parameters.ray_client_server_port == _CLIENT_PORT:
         parameters.ray_client_server_port = None
     parameters.update_if_absent(include_log_monitor=False)
-    parameters.no_monitor = parameters.autoscaling_config is None
+    if parameters.autoscaling_config is None:
+        parameters.no_monitor = True

@@ -52,7 +52,7 @@ def test_four_nodes_with_their_devices(
     assert sorted(task["host"] for task in report["tasks"]) == slurm.hosts
     assert [task["devices"] for task in report["tasks"]] == [[str(i) for i in range(8)]] * 4
     assert [task["leaked"] for task in report["tasks"]] == [[]] * 4
-    assert [(task["not_used"], task["niceness"]) for task in report["tasks"]] == [([], 0)] * 4
+    assert [(task["not_used"], task["niceness"]) for task in report["tasks"]] == [([], os.nice(0))] * 4
     assert report["driver_leaked"] == []
     assert report["cpus"] == 8
     assert report["order"] == slurm.hosts
