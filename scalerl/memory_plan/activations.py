@@ -36,7 +36,10 @@ class LayerBytes:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The sizes that the formulas of a layer use.  part: share of the tokens that norms and residuals see."""
+    """The sizes that the formulas of a layer use.  part: share of the tokens that norms and residuals see.
+
+    is_fused: whether a norm and a SwiGLU are one operation each: on a GPU, and on the CPU in float32 (`cpu_kernels`).
+    """
 
     shape: ModelShape
     layout: Layout
@@ -44,9 +47,13 @@ class _Sizes:
     part: float
     on_cpu: bool
 
+    @property
+    def is_fused(self) -> bool:
+        return not self.on_cpu or self.itemsize == FLOAT
+
     def norm(self, width: float) -> float:
-        """Bytes per token kept of an RMSNorm: its input and a float32 number; on the CPU float32 input and output."""
-        return (2 * FLOAT if self.on_cpu else self.itemsize) * width + FLOAT
+        """Bytes per token kept of an RMSNorm: its input and a float32 number; else float32 input and output."""
+        return (self.itemsize if self.is_fused else 2 * FLOAT) * width + FLOAT
 
     @property
     def hidden(self) -> float:
@@ -54,8 +61,8 @@ class _Sizes:
         return self.itemsize * self.shape.hidden_size * self.part
 
     def swiglu(self, width: float) -> float:
-        """Bytes per token kept of a SwiGLU: gate, up and their product; on the CPU two temporaries more."""
-        return (5 if self.on_cpu else 3) * self.itemsize * width
+        """Bytes per token kept of a SwiGLU: gate, up and their product; else two temporaries more."""
+        return (3 if self.is_fused else 5) * self.itemsize * width
 
 
 def layer_bytes(
@@ -99,11 +106,11 @@ def _grouped(sizes: _Sizes, recomputed: set[str]) -> float:
     repeated = max(key, shape.head_dim * sizes.layout.cp_size) if over_cp else key
     statistics = FLOAT * heads
     kept = _input_of_linear(sizes, recomputed)
-    if shape.qk_norm and sizes.on_cpu:
+    if shape.qk_norm and not sizes.is_fused:
         kept += sizes.norm(query) + sizes.norm(key) + FLOAT * (heads + kv_heads - 2)
     elif shape.qk_norm:
         kept += itemsize * query + FLOAT * (heads + kv_heads)
-        kept += itemsize * joined if over_cp and "core_attn" not in recomputed else 0
+        kept += itemsize * joined if (over_cp or sizes.on_cpu) and "core_attn" not in recomputed else 0
     if "core_attn" in recomputed:
         return kept + itemsize * (query + joined + (key if shape.qk_norm else 0) + query)
     if sizes.on_cpu or over_cp:
@@ -122,7 +129,7 @@ def _latent(sizes: _Sizes, recomputed: set[str]) -> float:
     kept = _input_of_linear(sizes, recomputed)
     ranks = query_rank + kv_rank
     compressed = sizes.norm(query_rank) * bool(query_rank) + sizes.norm(kv_rank) + itemsize * ranks
-    if not sizes.on_cpu:
+    if sizes.is_fused:
         compressed += itemsize * shape.qk_rope_head_dim
     kept += compressed * sizes.part
     core = itemsize * heads * (2 * shape.head_dim + 2 * value) + FLOAT * heads
@@ -162,17 +169,18 @@ def _routed_tokens(sizes: _Sizes) -> float:
 def _working(sizes: _Sizes, is_mixture: bool) -> float:
     """Bytes per token of the gradients that a layer's backward pass holds beside what is kept, where they are the most.
 
-    They are those of the residual and of an MLP's inner tensors: on a GPU the product's is freed when gate and up have
-    theirs, on the CPU the tensors that were kept are freed as fast. Sequence parallelism gathers all tokens of the
-    residual's gradient, and on a GPU of a matrix' input again.
+    They are those of the residual and of an MLP's inner tensors: in one operation the product's is freed when gate and
+    up have theirs, else the tensors that were kept are freed as fast, and so of experts on a CPU. Sequence parallelism
+    gathers all tokens of the residual's gradient, and on a GPU of a matrix' input again.
     """
     shape, layout = sizes.shape, sizes.layout
-    inner = 1 if sizes.on_cpu else 2
-    gathered = sizes.itemsize * shape.hidden_size * inner if sizes.part < 1 else 0.0
-    residual = 2 * sizes.hidden + gathered
+    on_gpu = 1 if sizes.on_cpu else 2
+    gathered = sizes.itemsize * shape.hidden_size * on_gpu if sizes.part < 1 else 0.0
+    # Measured on a CPU: while gate and up get theirs, the residual's is there once.
+    residual = (1 if sizes.on_cpu and sizes.is_fused and not is_mixture else 2) * sizes.hidden + gathered
     if not is_mixture:
-        return residual + inner * sizes.itemsize * shape.ffn_hidden_size / layout.tp_size
-    routed = inner * shape.moe_ffn_hidden_size / layout.etp_size + shape.hidden_size
+        return residual + (1 + sizes.is_fused) * sizes.itemsize * shape.ffn_hidden_size / layout.tp_size
+    routed = on_gpu * shape.moe_ffn_hidden_size / layout.etp_size + shape.hidden_size
     return residual + _routed_tokens(sizes) * sizes.itemsize * routed
 
 

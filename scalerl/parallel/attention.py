@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
+from scalerl.parallel.cpu_kernels import rms_norm
 from scalerl.parallel.marks import mark
 from scalerl.parallel.micro_batch import Packing
 from scalerl.parallel.rotary import rotate_queries_and_keys
@@ -41,6 +42,12 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
         mark(self.weight, sequence_parallel=config.sequence_parallel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda or x.dtype != torch.float32:
+            return super().forward(x)
+        assert self.eps is not None
+        return rms_norm(x, self.weight, self.eps)
 
 
 class PackedAttention(torch.nn.Module):

@@ -17,6 +17,7 @@ from scalerl.config.value_checks import show
 from scalerl.errors import UserError
 from scalerl.families import ModelShape, padded_vocab_size
 from scalerl.parallel.attention import PackedAttention, RMSNorm
+from scalerl.parallel.cpu_kernels import swiglu
 from scalerl.parallel.experts import mixture_config, mixture_layer_spec
 from scalerl.parallel.megatron_overrides import transformer_values
 from scalerl.parallel.mla import latent_config, latent_layer_spec
@@ -96,6 +97,9 @@ def transformer_config(shape: ModelShape, config: MegatronConfig, groups: Groups
         **latent,
     )
     overrides = transformer_values(config.override_transformer_config, on_cpu=on_cpu)
+    # megatron's name for the function of MLPSubmodules, `swiglu`, unless the user has megatron's compiled one.
+    in_blocks = on_cpu and dtype == torch.float32 and not overrides.get("bias_activation_fusion")
+    own["use_te_activation_func"] = in_blocks
     try:
         return (MLATransformerConfig if latent else TransformerConfig)(**(own | overrides))
     except (AssertionError, ImportError, ValueError) as error:
@@ -134,6 +138,7 @@ def build_model(shape: ModelShape, config: TransformerConfig, groups: Groups) ->
     submodules.pre_mlp_layernorm = RMSNorm
     # Checkpoint keys are the parameter names of families/, not transformer-engine's fused ones.
     submodules.sharded_state_dict_keys_map = {}
+    submodules.mlp.submodules.activation_func = swiglu
     attention = submodules.self_attention.submodules
     attention.core_attention = core_attention(config, groups)
     if shape.qk_norm:

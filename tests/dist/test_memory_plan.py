@@ -44,6 +44,10 @@ CASES = [
     ("qwen3", CP2, "bfloat16", "none"),
     ("qwen3", CP2, "bfloat16", "core_attn"),
     ("qwen2", CP4, "float32", "none"),
+    ("qwen3", ONE, "float32", "none"),
+    ("qwen3", ONE, "float32", "full"),
+    ("qwen3", TP2, "float32", "none"),
+    ("deepseek_v3", ONE, "float32", "none"),
 ]
 # So few tokens that what does not shrink with them is the most.
 SHORT = 24
@@ -56,6 +60,8 @@ USUAL = [
     *(("qwen3", ONE, "bfloat16", mode) for mode in ("none", "core_attn", "full")),
     ("deepseek_v3", ONE, "bfloat16", "none"),
 ]
+# Updates of ranks that exchange by gloo (`measured_and_planned`).
+NUM_MEASURED = 3
 RELATIVE = 0.1
 # The plan of a pass without gradients is a bound (`_Model.forward`), and not so wide that it would refuse what fits: an
 # update takes more.
@@ -195,7 +201,9 @@ def test_an_update_takes_what_is_planned(
     tmp_path_factory: pytest.TempPathFactory, family: str, layout: tuple[int, ...], dtype: str, mode: str
 ) -> None:
     model = made(tmp_path_factory, family)
-    for rank in run_ranks(layout[2], measured_and_planned, model, layout, {"dtype": dtype} | MODES[mode]):
+    times = 1 if layout == ONE else NUM_MEASURED
+    megatron = {"dtype": dtype} | MODES[mode]
+    for rank in run_ranks(layout[2], measured_and_planned, model, layout, megatron, NUM_SEQUENCES, LENGTH, times):
         measured, planned = rank["peak"]
         assert planned == pytest.approx(measured, rel=RELATIVE), (rank, measured / planned)
         held, most = rank["forward"]
@@ -208,7 +216,9 @@ def test_an_update_of_short_sequences_takes_what_is_planned(
 ) -> None:
     """What it takes is gloo's copy of the gradients."""
     model = made(tmp_path_factory, "qwen3")
-    ranks = run_ranks(layout[2], measured_and_planned, model, layout, {"dtype": dtype}, NUM_SEQUENCES, SHORT, 3)
+    ranks = run_ranks(
+        layout[2], measured_and_planned, model, layout, {"dtype": dtype}, NUM_SEQUENCES, SHORT, NUM_MEASURED
+    )
     for rank in ranks:
         measured, planned = rank["peak"]
         assert planned == pytest.approx(measured, rel=RELATIVE), (rank, measured / planned)

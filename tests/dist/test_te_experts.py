@@ -135,6 +135,8 @@ def three_kinds(model: str, layout: dict[str, int]) -> dict[str, tuple[dict[str,
     sizes = torch.arange(num_local) * 3 % 7
     outcome = {}
     for kind, spec in kinds.items():
+        # megatron's own SwiGLU in megatron's own module.
+        config.use_te_activation_func = kind != "sequential"
         experts: Any = build_module(spec, num_local, config, pg_collection=get_default_pg_collection())
         layer = torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"experts": experts})})
         generator = torch.Generator().manual_seed(torch.distributed.get_rank())
