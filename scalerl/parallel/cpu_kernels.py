@@ -84,8 +84,8 @@ class _RMSNorm(torch.autograd.Function):
         return gradient.view(grads[0].shape), of_weight_H, None
 
 
-def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """As `rotary.rotate_pairs`: x [T, heads, d], cos_sin [2, T, d / 2]."""
+def rotate_in_blocks(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """Rotates x [T, heads, d] as `rotary.rotate_pairs`, by cos_sin [2, T, d / 2]."""
     return _Rotation.apply(x, cos_sin)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from scalerl.families import ModelShape
-from scalerl.parallel.cpu_kernels import rotate
+from scalerl.parallel.cpu_kernels import rotate_in_blocks
 
 
 class Rotary:
@@ -83,5 +83,5 @@ def rotate_queries_and_keys(query: Tensor, key: Tensor, cos_sin: Tensor | None) 
     if cos_sin is None:
         return query, key
     # On CUDA one kernel instead of five.
-    turn = _compiled_rotate() if query.is_cuda else rotate if query.dtype == torch.float32 else rotate_pairs
+    turn = _compiled_rotate() if query.is_cuda else rotate_in_blocks if query.dtype == torch.float32 else rotate_pairs
     return turn(query, cos_sin), turn(key, cos_sin)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scalerl.parallel.cpu_kernels import _BLOCK, rms_norm, rotate, swiglu
+from scalerl.parallel.cpu_kernels import _BLOCK, rms_norm, rotate_in_blocks, swiglu
 from scalerl.parallel.rotary import rotate_pairs
 
 EPS = 1e-6
@@ -50,8 +50,8 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Sequence[Te
         lambda x, weight: rms_norm(x, weight, EPS), plain_norm, [part_of_wider(NUM_ROWS), drawn(WIDTH)]
     ),
     "norm of no token": (lambda x, weight: rms_norm(x, weight, EPS), plain_norm, [drawn(0, 1, WIDTH), drawn(WIDTH)]),
-    "rotation": (rotate, plain_rotation, [drawn(NUM_ROWS, NUM_HEADS, WIDTH), drawn(2, NUM_ROWS, WIDTH // 2)]),
-    "rotation of a part": (rotate, plain_rotation, [part_of_wider(NUM_ROWS), drawn(2, NUM_ROWS, WIDTH // 2)]),
+    "rotation": (rotate_in_blocks, plain_rotation, [drawn(NUM_ROWS, NUM_HEADS, WIDTH), drawn(2, NUM_ROWS, WIDTH // 2)]),
+    "rotation of a part": (rotate_in_blocks, plain_rotation, [part_of_wider(NUM_ROWS), drawn(2, NUM_ROWS, WIDTH // 2)]),
 }  # fmt: skip
 
 
