@@ -36,10 +36,7 @@ class LayerBytes:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The sizes that the formulas of a layer use.  part: share of the tokens that norms and residuals see.
-
-    is_fused: whether a norm and a SwiGLU are one operation each: on a GPU, and on the CPU in float32 (`cpu_kernels`).
-    """
+    """The sizes that the formulas of a layer use.  part: share of the tokens that norms and residuals see."""
 
     shape: ModelShape
     layout: Layout
@@ -49,6 +46,7 @@ class _Sizes:
 
     @property
     def is_fused(self) -> bool:
+        """Whether a norm and a SwiGLU are one operation each: on a GPU, and on the CPU in float32 (`cpu_kernels`)."""
         return not self.on_cpu or self.itemsize == FLOAT
 
     def norm(self, width: float) -> float:

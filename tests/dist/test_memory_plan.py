@@ -59,6 +59,8 @@ LONG_SIZES: dict[str, Any] = dict(
 USUAL = [
     *(("qwen3", ONE, "bfloat16", mode) for mode in ("none", "core_attn", "full")),
     ("deepseek_v3", ONE, "bfloat16", "none"),
+    # In which norms and SwiGLU are one operation each on a CPU too.
+    ("qwen3", ONE, "float32", "none"),
 ]
 # Updates of ranks that exchange by gloo (`measured_and_planned`).
 NUM_MEASURED = 3

@@ -92,11 +92,12 @@ def test_what_is_said_to_be_set_elsewhere_is_a_field_of_megatron(kind: str, owne
         assert set(SAME_NAME) - {"use_distributed_optimizer"} <= set(get_type_hints(owner))
 
 
-def config_of(**override: Any) -> Any:
+def config_of(*, dtype: str = "bfloat16", **override: Any) -> Any:
     config = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
     shape = ModelShape.from_config(config | {"intermediate_size": 64, "vocab_size": 128, "num_key_value_heads": 2})
     groups: Any = SimpleNamespace(layout=Layout(world_size=1))
-    return transformer_config(shape, MegatronConfig(override_transformer_config=override), groups, on_cpu=True)
+    megatron = MegatronConfig(dtype=dtype, override_transformer_config=override)
+    return transformer_config(shape, megatron, groups, on_cpu=True)
 
 
 def test_a_field_reaches_megatrons_config():
@@ -104,6 +105,15 @@ def test_a_field_reaches_megatrons_config():
     assert config_of(attention_backend="unfused").attention_backend is AttnBackend.unfused
     # What scalerl sets stays.
     assert config_of(bias_dropout_fusion=True).calculate_per_token_loss
+
+
+def test_megatrons_compiled_swiglu_takes_the_place_of_ours():
+    """megatron refuses both at once. Ours is of float32 on a CPU."""
+    fields = ("use_te_activation_func", "bias_activation_fusion")
+    assert [getattr(config_of(dtype="float32"), name) for name in fields] == [True, False]
+    compiled = config_of(dtype="float32", bias_activation_fusion=True)
+    assert [getattr(compiled, name) for name in fields] == [False, True]
+    assert not config_of(dtype="bfloat16").use_te_activation_func
 
 
 def test_what_megatron_refuses_is_said_with_the_fields():
