@@ -108,13 +108,15 @@ def _grouped(sizes: _Sizes, recomputed: set[str]) -> float:
         kept += sizes.norm(query) + sizes.norm(key) + FLOAT * (heads + kv_heads - 2)
     elif shape.qk_norm:
         kept += itemsize * query + FLOAT * (heads + kv_heads)
-        kept += itemsize * joined if (over_cp or sizes.on_cpu) and "core_attn" not in recomputed else 0
+        kept += itemsize * joined if over_cp and "core_attn" not in recomputed else 0
     if "core_attn" in recomputed:
         return kept + itemsize * (query + joined + (key if shape.qk_norm else 0) + query)
-    if sizes.on_cpu or over_cp:
-        # Queries, keys and values in the order of attention, its output, and the output in the order of the tokens.
+    if over_cp:
+        # Queries, keys and values of whole sequences, the output about these, and that about this rank's tokens.
         return kept + itemsize * (query + 2 * repeated + query + query) + statistics
-    return kept + itemsize * (query + key + joined + query) + statistics
+    # On a CPU the outputs of the calls are put together.
+    outputs = 2 * query if sizes.on_cpu else query
+    return kept + itemsize * (query + key + joined + outputs) + statistics
 
 
 def _latent(sizes: _Sizes, recomputed: set[str]) -> float:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -130,68 +130,16 @@ def _flash(
 
 
 def _per_length(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scale: float | None) -> Tensor:
-    """One scaled_dot_product_attention call for all sequences of one length: on short ones a call each is overhead."""
-    by_length = _by_length(lengths, str(query.device))
-    shares = [
-        _Reordered.apply(tensor, by_length.order_P, by_length.natural_P).split(by_length.num_tokens)
-        for tensor in (query, key, value)
-    ]
+    """One scaled_dot_product_attention call for all neighbours of one length: on short ones a call each is overhead.
+
+    Rows of a micro-batch are in the order of their lengths (`micro_batch.by_length`), so these are all of that length.
+    """
+    runs = [(length, sum(1 for _ in same)) for length, same in groupby(lengths) if length]
+    num_tokens = [length * number for length, number in runs]
     outputs = []
-    for length, *share in zip(by_length.lengths, *shares, strict=True):
+    for (length, _), *share in zip(runs, *(x.split(num_tokens) for x in (query, key, value)), strict=True):
         # [N sequences, heads, L, d]
         q, k, v = (tensor.unflatten(0, (-1, length)).transpose(1, 2) for tensor in share)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=scale)
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
-    return _Reordered.apply(torch.cat(outputs), by_length.natural_P, by_length.order_P)
-
-
-class _Reordered(torch.autograd.Function):
-    """Takes the rows of a tensor in an order, which holds each once: a gradient is taken in the inverse order.
-
-    That of an index would be added up into zeros of the whole size.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return tensor.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return grads[0].index_select(0, inverse), None, None
-
-
-@dataclass(frozen=True)
-class _ByLength:
-    """Packed sequences of equal length end to end.
-
-    order_P: [P] int64, the packed tokens in that order; natural_P: its inverse.
-    lengths: each that occurs.  num_tokens: of all sequences of that length.
-    """
-
-    order_P: Tensor
-    natural_P: Tensor
-    lengths: tuple[int, ...]
-    num_tokens: tuple[int, ...]
-
-
-@lru_cache(maxsize=8)
-def _by_length(lengths: tuple[int, ...], device: str) -> _ByLength:
-    """The sequences of a micro-batch by their length; cached because every layer asks for the same."""
-    starts_by_length: dict[int, list[int]] = {}
-    start = 0
-    for length in lengths:
-        if length:
-            starts_by_length.setdefault(length, []).append(start)
-        start += length
-    ordered = sorted(starts_by_length.items())
-    order_P = torch.cat(
-        [(torch.tensor(starts)[:, None] + torch.arange(length)).flatten() for length, starts in ordered]
-    )
-    return _ByLength(
-        order_P.to(device),
-        order_P.argsort().to(device),
-        tuple(length for length, _ in ordered),
-        tuple(length * len(starts) for length, starts in ordered),
-    )
+    return torch.cat(outputs)

@@ -22,7 +22,7 @@ from scalerl.parallel.layout import Groups
 from scalerl.parallel.loading import load_hf_weights, local_params
 from scalerl.parallel.logprobs import linear_logprobs
 from scalerl.parallel.megatron_overrides import megatron_values
-from scalerl.parallel.micro_batch import MicroBatch, pack_rows, unpack
+from scalerl.parallel.micro_batch import MicroBatch, by_length, pack_rows, unpack
 from scalerl.parallel.model import build_model, transformer_config
 from scalerl.parallel.moe_routing import ROUTED_EXPERTS, add_routing, recorded_experts, router_losses
 from scalerl.parallel.nonfinite import Gradient, SkippedUpdates
@@ -170,7 +170,10 @@ class MegatronEngine:
             tp_size=layout.tp_size, cp_size=layout.cp_size, sequence_parallel=self.config.sequence_parallel
         )
         cp_part = {"cp_size": layout.cp_size, "cp_rank": self.groups.coordinates.cp_rank}
-        packed = [pack_rows(shard, rows, device=self.device, alignment=alignment, **cp_part) for rows in micro_batches]
+        packed = [
+            pack_rows(shard, by_length(shard, rows), device=self.device, alignment=alignment, **cp_part)
+            for rows in micro_batches
+        ]
         if self.shape.num_experts:
             add_routing(packed, self.groups, record=record_routing, with_losses=torch.is_grad_enabled())
         return packed

@@ -78,6 +78,12 @@ class MicroBatch:
         return results_P[self.token_indices]
 
 
+def by_length(batch: DataProto, rows: Sequence[int]) -> list[int]:
+    """Some rows of a batch, the shortest first: neighbours of one length share an attention call on a CPU."""
+    lengths = batch.tokens["input_ids"].lengths[list(rows)].tolist()
+    return [row for _, row in sorted(zip(lengths, rows, strict=True))]
+
+
 def pack_rows(
     batch: DataProto,
     rows: Sequence[int],

@@ -190,7 +190,9 @@ class Servers:
         if trajectory.turns and not trajectory.finished:
             raise ValueError("servers.generate: the trajectory's last turn has not ended; await it first")
         room = trajectory.room if max_new_tokens is None else min(max_new_tokens, trajectory.room)
-        sampling = replace(self.sampling, max_new_tokens=room)
+        sampling = self.sampling
+        if room != sampling.max_new_tokens:
+            sampling = replace(sampling, max_new_tokens=room)
         if stop is not None:
             sampling = replace(sampling, stop=tuple(stop))
         if stop_token_ids is not None:

@@ -76,6 +76,10 @@ def output_of(slot: Slot, answer: dict[str, Any], *, undone_by_abort: int = 0) -
             f"{who}: the server's log-probs are of other tokens than its output ({len(triples)} log-probs, "
             f"{len(output_ids)} tokens)"
         )
+    logprobs = [logprob for logprob, _, _ in triples]
+    if None in logprobs:
+        # JSON has no NaN.
+        raise RolloutError(f"{who}: the log-prob of token {logprobs.index(None)} is not a number: are the weights?")
     finish_reason = meta["finish_reason"].get("type")
     if finish_reason not in (*FINISHED, ABORTED):
         raise RolloutError(f"{who}: unknown finish reason {meta['finish_reason']}")
@@ -83,10 +87,10 @@ def output_of(slot: Slot, answer: dict[str, Any], *, undone_by_abort: int = 0) -
         # Not an abort by a client: SGLang reports its own errors in a stream in this way.
         raise RolloutError(f"{who} was refused: {meta['finish_reason'].get('message')}")
     if finish_reason == ABORTED and undone_by_abort:
-        output_ids, triples = output_ids[:-undone_by_abort], triples[:-undone_by_abort]
+        output_ids, logprobs = output_ids[:-undone_by_abort], logprobs[:-undone_by_abort]
     versions = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0}]
     spans = [(s["start"], int(s["version"])) for s in versions if s["start"] < max(1, len(output_ids))]
-    return slot.extended(output_ids, [logprob for logprob, _, _ in triples], spans, finish_reason)
+    return slot.extended(output_ids, logprobs, spans, finish_reason)
 
 
 def message_of(text: str) -> str:

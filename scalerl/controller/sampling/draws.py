@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +31,10 @@ def sampling_of(dataset: str, prompt: PromptRow, base: SamplingParams) -> Sampli
     return sampling
 
 
+@lru_cache(maxsize=2**14)
 def sample_seed(seed: int, step: int, position: int, sample: int) -> int:
-    """A seed of 63 bits from the four numbers, so that the same sample of the same step always draws the same."""
+    """A seed of 63 bits from the four numbers, so that the same sample of the same step always draws the same.
+
+    Cached, because it is needed when a sample is asked for and when it has come.
+    """
     return int(np.random.SeedSequence([seed, step, position, sample]).generate_state(1, np.uint64)[0] >> 1)

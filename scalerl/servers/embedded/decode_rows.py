@@ -25,7 +25,7 @@ from scalerl.servers.embedded.fixed_shapes import (
 )
 
 # Keys of the shortest rows; longer ones have twice, four times... as many, up to the capacity.
-MIN_KEYS = 64
+MIN_KEYS = 32
 # Prompts are computed together up to this many tokens.
 PREFILL_TOKENS = 2048
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import traceback
 from collections.abc import Callable, Iterator
@@ -10,11 +11,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from operator import itemgetter
 from typing import Any
 
+import orjson
+
 from scalerl.garbage import frozen_imports
 from scalerl.optional_imports import torch_compiler_when_needed, without
 from scalerl.servers.access import OPEN_PATH, is_authorized, take_key
 from scalerl.servers.process import address_family
-from scalerl.servers.wire import EVENT_END, FLATTENED, LAST_EVENT, MAPPED
+from scalerl.servers.wire import DATA, EVENT_END, FLATTENED, LAST_EVENT, MAPPED
 
 with frozen_imports():
     import torch
@@ -48,7 +51,7 @@ SUCCESS = {"success": True, "message": "Success"}
 class Endpoints:
     """The endpoints by path, functions of the request's JSON.
 
-    They raise RefusedError for status 400; one that returns an iterator sends a stream of events.
+    They raise RefusedError for status 400; one that returns an iterator of lists sends a stream of events.
     """
 
     def __init__(self, engine: DecodingEngine) -> None:
@@ -103,8 +106,8 @@ class Endpoints:
         ]
         answers = self._engine.generate([prompt for prompt, _ in expanded], [param for _, param in expanded])
         if body.get("stream"):
-            return (answer | {"index": index} for index, answer in answers)
-        in_order = [answer for _, answer in sorted(answers, key=itemgetter(0))]
+            return ([answer | {"index": index} for index, answer in together] for together in answers)
+        in_order = [answer for _, answer in sorted(itertools.chain.from_iterable(answers), key=itemgetter(0))]
         return in_order[0] if single and len(in_order) == 1 else in_order
 
     def _update_weights(self, body: dict[str, Any]) -> Any:
@@ -197,7 +200,7 @@ class Handler(BaseHTTPRequestHandler):
             self._send(404, {"detail": "Not Found"})
             return
         try:
-            answer = operation(json.loads(raw) if raw else {})
+            answer = operation(orjson.loads(raw) if raw else {})
             if isinstance(answer, Iterator):
                 self._send_events(answer)
             else:
@@ -213,25 +216,26 @@ class Handler(BaseHTTPRequestHandler):
             self._send(500, {"success": False, "message": message, "error": {"message": message}})
 
     def _send(self, status: int, body: Any) -> None:
-        data = json.dumps(body).encode()
+        data = orjson.dumps(body)
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
 
-    def _send_events(self, events: Iterator[dict[str, Any]]) -> None:
+    def _send_events(self, events: Iterator[list[dict[str, Any]]]) -> None:
+        """Sends a stream of events.  events: those of a list in one piece."""
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         try:
-            for event in events:
-                self._send_chunk(b"data: " + json.dumps(event).encode() + EVENT_END)
+            for together in events:
+                self._send_chunk(b"".join(DATA + orjson.dumps(event) + EVENT_END for event in together))
         except RuntimeError as error:  # the engine failed; it is too late for another status
             traceback.print_exc()
-            self._send_chunk(b"data: " + json.dumps({"error": {"message": str(error)}}).encode() + EVENT_END)
-        self._send_chunk(b"data: " + LAST_EVENT + EVENT_END)
+            self._send_chunk(DATA + orjson.dumps({"error": {"message": str(error)}}) + EVENT_END)
+        self._send_chunk(DATA + LAST_EVENT + EVENT_END)
         self._send_chunk(b"")
 
     def _send_chunk(self, data: bytes) -> None:

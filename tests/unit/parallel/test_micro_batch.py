@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalerl.balance import Alignment
-from scalerl.parallel.micro_batch import MicroBatch, pack_rows, unpack
+from scalerl.parallel.micro_batch import MicroBatch, by_length, pack_rows, unpack
 from scalerl.protocol import DataProto, Jagged
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=8)
@@ -58,6 +58,10 @@ def test_unpack_undoes_pack(case: Case) -> None:
     for name, column in batch.tokens.items():
         back = unpack(len(batch), packed, [micro_batch.columns[name] for micro_batch in packed])
         assert torch.equal(back.values, column.values) and torch.equal(back.cu_seqlens, column.cu_seqlens)
+
+
+def test_the_shortest_row_comes_first() -> None:
+    assert by_length(batch_of([4, 2, 3, 2, 4]), [4, 3, 0, 1]) == [1, 3, 0, 4]
 
 
 @given(packed_case())

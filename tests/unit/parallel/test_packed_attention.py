@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from scalerl.parallel.attention import PackedAttention
 from scalerl.parallel.micro_batch import Packing
 
-# Two of one length apart from each other, one token alone, and an empty sequence, as padding may be.
-LENGTHS = (3, 5, 0, 3, 1)
+# With the number of calls. Two of one length apart from each other, one token alone, and an empty sequence, as padding
+# may be; and the shortest first, as in a micro-batch, with padding behind.
+LENGTHS = [((3, 5, 0, 3, 1), 4), ((1, 1, 3, 3, 3, 7, 7, 2), 4)]
 NUM_HEADS, NUM_KEY_HEADS, HEAD_DIM = 4, 2, 8
 SCALE = 0.3
 
 
-def plain_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def plain_attention(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
     rows = []
     start = 0
-    for length in LENGTHS:
+    for length in lengths:
         for token in range(start, start + length):
             for head in range(NUM_HEADS):
                 of_keys = head * NUM_KEY_HEADS // NUM_HEADS
@@ -29,18 +33,29 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.stack(rows).view(start, NUM_HEADS * HEAD_DIM)
 
 
-def test_output_and_gradients_are_those_of_each_sequence_alone() -> None:
+@pytest.mark.parametrize(("lengths", "num_calls"), LENGTHS)
+def test_output_and_gradients_are_those_of_each_sequence_alone(
+    lengths: tuple[int, ...], num_calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend, calls = F.scaled_dot_product_attention, []
+
+    def counted(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append(query.shape[0])
+        return attend(query, *args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
     draw = torch.Generator().manual_seed(0)
     states = [
-        torch.randn(sum(LENGTHS), heads, HEAD_DIM, generator=draw, dtype=torch.float64, requires_grad=True)
+        torch.randn(sum(lengths), heads, HEAD_DIM, generator=draw, dtype=torch.float64, requires_grad=True)
         for heads in (NUM_HEADS, NUM_KEY_HEADS, NUM_KEY_HEADS)
     ]
-    weights = torch.randn(sum(LENGTHS), NUM_HEADS * HEAD_DIM, generator=draw, dtype=torch.float64)
+    weights = torch.randn(sum(lengths), NUM_HEADS * HEAD_DIM, generator=draw, dtype=torch.float64)
     attention = PackedAttention(SimpleNamespace(context_parallel_size=1), 1, None, "self", softmax_scale=SCALE)
     # No rotation.
-    cos_sin = torch.stack([torch.ones(sum(LENGTHS), HEAD_DIM // 2), torch.zeros(sum(LENGTHS), HEAD_DIM // 2)])
-    output = attention(*states, packed_seq_params=Packing(lengths=LENGTHS, cos_sin=cos_sin))
-    expected = plain_attention(*states)
+    cos_sin = torch.stack([torch.ones(sum(lengths), HEAD_DIM // 2), torch.zeros(sum(lengths), HEAD_DIM // 2)])
+    output = attention(*states, packed_seq_params=Packing(lengths=lengths, cos_sin=cos_sin))
+    assert len(calls) == num_calls and sum(calls) == sum(length > 0 for length in lengths)
+    expected = plain_attention(*states, lengths)
     torch.testing.assert_close(output, expected)
     gradients, wanted = (torch.autograd.grad((out * weights).sum(), states) for out in (output, expected))
     torch.testing.assert_close(gradients, wanted)

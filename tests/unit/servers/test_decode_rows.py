@@ -24,7 +24,7 @@ from scalerl.servers.embedded.fixed_shapes import (
 from tests.tiny_models import make_tiny_model
 
 # Some rows get more keys on their way.
-NUM_STEPS, CAPACITY, LONGEST = 8, 100, MIN_KEYS + 20
+NUM_STEPS, CAPACITY, LONGEST = 8, 100, 2 * MIN_KEYS + 20
 NUM_SEQUENCES = 512
 DRAW = torch.Generator().manual_seed(0)
 PROMPTS = [
@@ -232,7 +232,7 @@ def test_a_row_that_waits_with_all_its_keys_used_disturbs_nobody(
     rows = DecodeRows(model, CAPACITY)
     for number in (waits, beside):
         rows.put([number], prefill(model, [PROMPTS[number]])[0])
-    used = MIN_KEYS - len(PROMPTS[waits])
+    used = 2 * MIN_KEYS - len(PROMPTS[waits])
     assert 0 < used < NUM_STEPS
     for step in range(used):
         rows.step({number: TOKENS[number][step] for number in (waits, beside)})

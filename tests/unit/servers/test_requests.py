@@ -118,6 +118,15 @@ def test_an_answer_that_contradicts_itself_or_the_request_is_an_error() -> None:
         output_of(slot, answer([1] * 11, "length", [(4, 0, 11)]), undone_by_abort=ON_SGLANG)
 
 
+def test_a_log_prob_that_is_no_number_is_an_error() -> None:
+    """JSON has none: NaN comes as null."""
+    slot = slots_of(REQUEST, 100)[0]
+    bad = answer([1, 2], "stop", [(4, 0, 2)])
+    bad["meta_info"]["output_token_logprobs"][1][0] = None
+    with pytest.raises(RolloutError, match="'p' sample 0: the log-prob of token 1 is not a number"):
+        output_of(slot, bad)
+
+
 def test_an_error_of_the_server_is_no_interruption() -> None:
     slot = slots_of(REQUEST, 100)[0]
     failed = answer([], "abort", [(4, 0, 0)])
