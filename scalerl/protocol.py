@@ -45,11 +45,10 @@ class Jagged:
 
     def select(self, rows: Sequence[int]) -> Jagged:
         """A column with copies of these rows, in their order."""
-        rows_R = torch.from_numpy(np.array(rows, dtype=np.int64))
-        starts, lengths = self.cu_seqlens[rows_R], self.lengths[rows_R]
-        cu_seqlens = cu_seqlens_of(lengths)
-        places_T = torch.arange(int(cu_seqlens[-1])) + (starts - cu_seqlens[:-1]).repeat_interleave(lengths)
-        return Jagged(self.values[places_T], cu_seqlens)
+        lengths = self.lengths.tolist()
+        each = self.values.split(lengths)
+        values = torch.cat([each[row] for row in rows]) if len(rows) else self.values[:0].clone()
+        return Jagged(values, cu_seqlens_of([lengths[row] for row in rows]))
 
     def __getstate__(self) -> dict[str, np.ndarray]:
         # numpy arrays cross the object store without a copy; torch tensors do not.
