@@ -59,7 +59,10 @@ while sleep 3; do
 done >"$root/log/hurry.out" 2>&1 &
 touch "$root/state/booted"
 exec 9<>"$root/state/boot" # numbers of nodes that are to be switched on again
-while :; do if read -r -t 1 i <&9; then boot "$i"; fi; done # first process of the namespace: bash reaps orphans
+begun= # of a line whose end had not come within the second
+while :; do # first process of the namespace: bash reaps orphans
+  if read -r -t 1 i <&9; then boot "$begun$i"; begun=; else begun+=$i; fi
+done
 """
 
 NODE_SH = r"""
