@@ -79,7 +79,11 @@ def output_of(slot: Slot, answer: dict[str, Any], *, undone_by_abort: int = 0) -
     logprobs = [logprob for logprob, _, _ in triples]
     if None in logprobs:
         # JSON has no NaN.
-        raise RolloutError(f"{who}: the log-prob of token {logprobs.index(None)} is not a number: are the weights?")
+        raise RolloutError(
+            f"{who}: the log-prob of token {logprobs.index(None)} is not a number, so the server's weights may not be: "
+            "look at the run's last grad_norm and rewards, and go on from a checkpoint before they went wrong "
+            "(trainer.resume_from_path)"
+        )
     finish_reason = meta["finish_reason"].get("type")
     if finish_reason not in (*FINISHED, ABORTED):
         raise RolloutError(f"{who}: unknown finish reason {meta['finish_reason']}")
