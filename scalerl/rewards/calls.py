@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Any
 
+from scalerl.rewards.call_threads import CallThreads, TooManyHungError
 from scalerl.rewards.errors import RewardError
 from scalerl.rewards.reward_function import RewardFunction
 
@@ -30,37 +30,8 @@ class Outcome:
     timed_out: bool = False
 
 
-class _Thread:
-    """A daemon thread that does one piece of work after another, and is in `idle` whenever it has none.
-
-    One that hangs in its work is not there, and so takes no thread from later work. `closed` ends it after its work.
-    """
-
-    def __init__(self, name: str, idle: SimpleQueue[_Thread], closed: threading.Event) -> None:
-        self._idle, self._closed = idle, closed
-        self._given: SimpleQueue[Callable[[], Callable[[], None]] | None] = SimpleQueue()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def do(self, work: Callable[[], Callable[[], None]]) -> None:
-        """Does the work, and calls what it returns once this thread is idle again: nobody finds it busy by then."""
-        self._given.put(work)
-
-    def end(self) -> None:
-        self._given.put(None)
-
-    def _run(self) -> None:
-        while (work := self._given.get()) is not None:
-            tell = work()
-            self._idle.put(self)
-            tell()
-            if self._closed.is_set():
-                return
-            # What the work held is not held until the next one.
-            del work, tell
-
-
 class RewardCaller:
-    """Calls a sync function in up to NUM_THREADS daemon threads, an async one on a separate event loop.
+    """Calls a sync function in up to NUM_THREADS threads (`CallThreads`), an async one on a separate event loop.
 
     So neither a slow nor a blocking function stops generation. The deadline counts from the start of the call, without
     the wait for a free thread. A call past its deadline is abandoned; with MAX_HUNG of them the next one raises
@@ -71,9 +42,9 @@ class RewardCaller:
     def __init__(self, function: RewardFunction, timeout_s: float) -> None:
         self._function = function
         self._timeout_s = timeout_s
+        self._threads = CallThreads(f"reward:{function.name}", NUM_THREADS, MAX_HUNG)
+        # Async calls past their deadline.
         self._hung: set[Future] = set()
-        self._idle: SimpleQueue[_Thread] = SimpleQueue()
-        self._closed = threading.Event()
         self._slots: asyncio.Semaphore | None = None
         self._slots_loop: asyncio.AbstractEventLoop | None = None
         self._async_loop: asyncio.AbstractEventLoop | None = None
@@ -81,14 +52,25 @@ class RewardCaller:
 
     async def call(self, **arguments: Any) -> Outcome:
         """Calls the function and returns the outcome.  Raises RewardError when MAX_HUNG calls hang."""
+        if self._function.is_async:
+            return await self._call_async(arguments)
+        try:
+            outcome = await self._threads.call(partial(self._outcome, arguments), self._timeout_s)
+        except TooManyHungError as error:
+            raise self._hangs() from error
+        return Outcome(timed_out=True) if outcome is None else outcome
+
+    @property
+    def num_hung(self) -> int:
+        """The number of calls past their deadline that still run."""
+        self._hung = {future for future in self._hung if not future.done()}
+        return len(self._hung) + self._threads.num_hung
+
+    async def _call_async(self, arguments: dict[str, Any]) -> Outcome:
         async with self._slots_of_running_loop():
-            self._hung = {future for future in self._hung if not future.done()}
-            if len(self._hung) >= MAX_HUNG:
-                raise RewardError(
-                    f"reward function {self._function}: {MAX_HUNG} calls are past reward_model.timeout_s="
-                    f"{self._timeout_s:g} s and still run; it hangs: give it its own time limit"
-                )
-            future = self._start_task(arguments) if self._function.is_async else self._start_thread(arguments)
+            if self.num_hung >= MAX_HUNG:
+                raise self._hangs()
+            future = self._start_task(arguments)
             waiting = asyncio.wrap_future(future)
             try:
                 done, _ = await asyncio.wait({waiting}, timeout=self._timeout_s)
@@ -96,17 +78,20 @@ class RewardCaller:
                     # A call that cancels itself has failed; it must not look as if the caller were cancelled.
                     return Outcome(error=asyncio.CancelledError()) if waiting.cancelled() else waiting.result()
             finally:
-                # Cancels an async call; a thread keeps running, and nobody waits for it.
                 waiting.cancel()
             if not future.done():
                 self._hung.add(future)
             return Outcome(timed_out=True)
 
+    def _hangs(self) -> RewardError:
+        return RewardError(
+            f"reward function {self._function}: {MAX_HUNG} calls are past reward_model.timeout_s={self._timeout_s:g} s "
+            "and still run; it hangs: give it its own time limit"
+        )
+
     def close(self) -> None:
         """Ends the event loop of an async function, and the threads; abandons calls that still run, takes no others."""
-        self._closed.set()
-        while (thread := self._idle_thread()) is not None:
-            thread.end()
+        self._threads.close()
         with self._async_loop_lock:
             if self._async_loop is not None:
                 self._async_loop.call_soon_threadsafe(self._async_loop.stop)
@@ -115,33 +100,19 @@ class RewardCaller:
     def _slots_of_running_loop(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots_loop is not loop:
-            self._slots = asyncio.Semaphore(MAX_CONCURRENT_ASYNC if self._function.is_async else NUM_THREADS)
+            self._slots = asyncio.Semaphore(MAX_CONCURRENT_ASYNC)
             self._slots_loop = loop
         return self._slots
 
-    def _start_thread(self, arguments: dict[str, Any]) -> Future[Outcome]:
-        future: Future[Outcome] = Future()
-        future.set_running_or_notify_cancel()  # Nobody can cancel it from here on, so set_result always works.
-
-        def run() -> Callable[[], None]:
-            try:
-                value = self._function(**arguments)
-                if inspect.isawaitable(value):
-                    value = asyncio.run_coroutine_threadsafe(_awaited(value), self._loop()).result()
-                outcome = Outcome(value)
-            except BaseException as error:  # SystemExit too: it would end only this thread, and the caller would wait
-                outcome = Outcome(error=error)
-            return partial(future.set_result, outcome)
-
-        thread = self._idle_thread() or _Thread(f"reward:{self._function.name}", self._idle, self._closed)
-        thread.do(run)
-        return future
-
-    def _idle_thread(self) -> _Thread | None:
+    def _outcome(self, arguments: dict[str, Any]) -> Outcome:
+        """Calls the function in this thread, for an async function that does not look like one too."""
         try:
-            return self._idle.get_nowait()
-        except Empty:
-            return None
+            value = self._function(**arguments)
+            if inspect.isawaitable(value):
+                value = asyncio.run_coroutine_threadsafe(_awaited(value), self._loop()).result()
+            return Outcome(value)
+        except BaseException as error:  # SystemExit too: it would end only this thread, and the caller would wait
+            return Outcome(error=error)
 
     def _start_task(self, arguments: dict[str, Any]) -> Future[Outcome]:
         async def run() -> Outcome:

@@ -48,11 +48,14 @@ class Recovery(Protocol):
 
 @dataclass
 class _Job:
-    """A request that a server runs. owed: most tokens of each missing sample.  aborted: samples to be continued."""
+    """Requests that a server runs by one call.
+
+    owed: most tokens of each missing sample.  aborted: samples to be continued.
+    """
 
     server: int
     client: RolloutClient
-    request: GenerateRequest
+    requests: list[GenerateRequest]
     owed: dict[SampleKey, int]
     aborted: list[GenerateOutput] = field(default_factory=list)
 
@@ -172,6 +175,7 @@ class Dispatcher:
         return task
 
     def _start_pending(self) -> None:
+        together: dict[int, _Job] = {}
         while self.pending:
             request = self.pending[0]
             owed = _tokens_to_come(request)
@@ -179,12 +183,18 @@ class Dispatcher:
             if server is None:
                 break
             self.pending.popleft()
-            job = _Job(server, self.clients[server], request, owed)
+            client = self.clients[server]
+            if client.answers_several and server in together:
+                together[server].requests.append(request)
+                together[server].owed |= owed
+                continue
+            job = together[server] = _Job(server, client, [request], owed)
+            # Its requests are complete when it begins: in the loop's next round.
             self.running[self._watched(asyncio.create_task(self._serve(job)))] = job
 
     async def _serve(self, job: _Job) -> None:
         try:
-            async for output in job.client.generate([job.request]):
+            async for output in job.client.generate(job.requests):
                 self._give_back(job, output)
                 if output.finish_reason == ABORTED and self.continue_aborted and not self.stopping:
                     job.aborted.append(output)
@@ -195,7 +205,7 @@ class Dispatcher:
             await self._failed(job, error)
         else:
             if job.owed:
-                lost, asked = next(iter(job.owed)), job.request.n
+                lost, asked = next(iter(job.owed)), sum(request.n for request in job.requests)
                 raise RolloutError(f"{len(job.owed)} of {asked} samples never came back, the first is {lost}")
         self._continue(job)
 
@@ -213,11 +223,11 @@ class Dispatcher:
             task.result()
 
     async def _failed(self, job: _Job, error: RolloutError) -> None:
-        """Asks again for the missing samples of a request that failed, if `recovery` can help; else raises it."""
+        """Asks again for the missing samples of a call that failed, if `recovery` can help; else raises it."""
         if self.recovery is not None and not await self._is_well(job):
             self._lose(job, error)
             self._resubmit(job)
-        elif self.recovery is not None and isinstance(error, ServerLostError) and self._may_ask_again(job.request):
+        elif self.recovery is not None and isinstance(error, ServerLostError) and self._may_ask_again(job):
             self._resubmit(job)
         else:
             raise error
@@ -227,9 +237,10 @@ class Dispatcher:
         async with self.health_checks[job.client]:
             return job.client not in self.lost and await job.client.is_well()
 
-    def _may_ask_again(self, request: GenerateRequest) -> bool:
-        self.cut_connections[request.request_id] += 1
-        return self.cut_connections[request.request_id] <= MAX_CUT_CONNECTIONS
+    def _may_ask_again(self, job: _Job) -> bool:
+        ids = [request.request_id for request in _rest(job)]
+        self.cut_connections.update(ids)
+        return all(self.cut_connections[request_id] <= MAX_CUT_CONNECTIONS for request_id in ids)
 
     def _lose(self, job: _Job, error: RolloutError) -> None:
         """Marks a server as lost, and cancels its other requests, which would else wait for their own time limit."""
@@ -252,22 +263,23 @@ class Dispatcher:
 
     def _resubmit(self, job: _Job) -> None:
         assert self.recovery is not None
-        for request in _rest(job):
+        rest = _rest(job)
+        for request in rest:
             self.recovery.resubmitted(request)
-            self.pending.appendleft(request)
+        self.pending.extendleft(reversed(rest))
 
     def _continue(self, job: _Job) -> None:
-        had = {output.key: len(output.output_ids) for output in job.request.progress}
+        had = {output.key: len(output.output_ids) for request in job.requests for output in request.progress}
         for output in job.aborted:
             got_tokens = len(output.output_ids) > had.get(output.key, 0)
             self.fruitless[output.key] = 0 if got_tokens else self.fruitless.get(output.key, 0) + 1
             if self.fruitless[output.key] > MAX_FRUITLESS_ABORTS:
                 raise RolloutError(
-                    f"request {job.request.request_id!r} sample {output.sample_index} was aborted "
+                    f"request {output.request_id!r} sample {output.sample_index} was aborted "
                     f"{MAX_FRUITLESS_ABORTS + 1} times without a new token; see the servers' logs"
                 )
         # First in line: its prompt may still be in the server's cache.
-        self.pending.extendleft(unfinished_requests([job.request], job.aborted))
+        self.pending.extendleft(reversed(unfinished_requests(job.requests, job.aborted)))
 
     def _collect(self, output: GenerateOutput) -> None:
         if output.key not in self.expected:
@@ -298,10 +310,12 @@ def _as_it_was(request: GenerateRequest) -> list[GenerateOutput]:
 
 
 def _rest(job: _Job) -> list[GenerateRequest]:
-    """The missing samples of a job as one request; [] when none is missing."""
-    if len(job.owed) == job.request.n:
-        return [job.request]
-    return unfinished_requests([job.request], [o for o in _as_it_was(job.request) if o.key in job.owed])
+    """The requests of a job that have missing samples, with these alone."""
+    rest = []
+    for request in job.requests:
+        outputs = [output for output in _as_it_was(request) if output.key in job.owed]
+        rest += [request] if len(outputs) == request.n else unfinished_requests([request], outputs)
+    return rest
 
 
 def _tokens_to_come(request: GenerateRequest) -> dict[SampleKey, int]:

@@ -92,45 +92,54 @@ class RolloutClient:
                 http, self._http = self._http, None
                 await http.close()
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[GenerateOutput]:
-        """Yields all samples of all requests, each as soon as it is finished.
+    @property
+    def answers_several(self) -> bool:
+        """Whether `generate` takes several requests at a time."""
+        return self.engine.answers_several
 
-        Raises ValueError for a request that cannot be sent and RolloutError for one that the server did not serve; the
-        rest is given up then.
+    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[GenerateOutput, None]:
+        """Asks by one HTTP request for all samples, and yields each as soon as it is finished.
+
+        requests: one, or more where the engine `answers_several`.
+
+        Raises ValueError for a request that cannot be sent and RolloutError when the server does not serve them all;
+        the rest is given up then.
         """
         for request in requests:
             check_request(request, self.max_model_len)
-        largest = max((request.n for request in requests), default=1)
-        in_flight = asyncio.Semaphore(max(1, self.max_concurrency // largest))
-        # Samples, errors of requests, and a None for each request that has ended.
-        results: asyncio.Queue[GenerateOutput | Exception | None] = asyncio.Queue()
-
-        async def bounded(request: GenerateRequest) -> None:
-            try:
-                async with in_flight, contextlib.aclosing(self._generate_one(request)) as outputs:
-                    async for output in outputs:
-                        results.put_nowait(output)
-            except Exception as error:
-                results.put_nowait(error)
-            else:
-                results.put_nowait(None)
-
+        who = _names(requests)
+        slots = [(request, slot) for request in requests for slot in slots_of(request, self.max_model_len)]
         async with self.connected():
-            tasks = [asyncio.ensure_future(bounded(request)) for request in requests]
-            num_running = len(tasks)
-            try:
-                while num_running:
-                    item = await results.get()
-                    if isinstance(item, Exception):
-                        raise item
-                    if item is None:
-                        num_running -= 1
-                    else:
-                        yield item
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+            for output in await self._full([slot for _, slot in slots if slot.room <= 0]):
+                yield output
+            asked = [(request, slot) for request, slot in slots if slot.room > 0]
+            if not asked:
+                return
+            call = self._generate_call(requests, asked)
+            where = self.url + call.path
+            missing = {slot.key for _, slot in asked}
+            async with self._answer(call, who) as response:
+                chunks = response.content.iter_any()
+                samples = self.engine.read_samples(chunks, [slot for _, slot in asked], server=where, who=who)
+                async with contextlib.aclosing(samples):
+                    async for output in samples:
+                        if output.key not in missing:
+                            raise RolloutError(f"{where} gave a sample of {who} twice, or one not asked for")
+                        missing.remove(output.key)
+                        yield output
+            if missing:
+                raise RolloutError(
+                    f"{where} gave {len(asked) - len(missing)} samples for {who}, asked for {len(asked)}"
+                )
+
+    def _generate_call(
+        self, requests: Sequence[GenerateRequest], asked: Sequence[tuple[GenerateRequest, Slot]]
+    ) -> Call:
+        if len(requests) == 1:
+            return self.engine.generate(requests[0], [slot for _, slot in asked])
+        if not self.answers_several:
+            raise ValueError(f"{len(requests)} requests at a time for engine {self.engine.name}, which answers one")
+        return self.engine.generate_several(asked)
 
     async def abort_all(self) -> None:
         """Ends everything that the server runs, whoever asked for it; what it has so far comes back as aborted.
@@ -139,30 +148,6 @@ class RolloutClient:
         """
         async with self.connected():
             await self._call(self.engine.abort_all(), "abort")
-
-    async def _generate_one(self, request: GenerateRequest) -> AsyncGenerator[GenerateOutput, None]:
-        """Asks by one HTTP request for the samples that have room, and yields each as soon as it is finished; the
-        others are as long as they may be."""
-        who = f"request {request.request_id!r}"
-        slots = slots_of(request, self.max_model_len)
-        for output in await self._full([slot for slot in slots if slot.room <= 0]):
-            yield output
-        asked = [slot for slot in slots if slot.room > 0]
-        if not asked:
-            return
-        missing = {slot.key for slot in asked}
-        call = self.engine.generate(request, asked)
-        where = self.url + call.path
-        async with self._answer(call, who) as response:
-            samples = self.engine.read_samples(response.content.iter_any(), asked, server=where, who=who)
-            async with contextlib.aclosing(samples):
-                async for output in samples:
-                    if output.key not in missing:
-                        raise RolloutError(f"{where} gave a sample of {who} twice, or one not asked for")
-                    missing.remove(output.key)
-                    yield output
-        if missing:
-            raise RolloutError(f"{where} gave {len(asked) - len(missing)} samples for {who}, asked for {len(asked)}")
 
     async def _full(self, slots: Sequence[Slot]) -> list[GenerateOutput]:
         if not slots:
@@ -393,3 +378,8 @@ class RolloutClient:
         if (failure := self.engine.read_failure(answer)) is not None:
             raise RolloutError(f"{where} failed: {failure}")
         return {} if answer is None else answer
+
+
+def _names(requests: Sequence[GenerateRequest]) -> str:
+    first, last = requests[0].request_id, requests[-1].request_id
+    return f"request {first!r}" if len(requests) == 1 else f"requests {first!r} to {last!r}"

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from scalerl.config import compose
 from scalerl.config.schema import RolloutConfig
+from scalerl.rollout.generation import generate_samples
 from scalerl.servers.access import authorization, new_key
 from scalerl.servers.client import GenerateOutput, GenerateRequest, RolloutClient, SamplingParams
 from scalerl.servers.engines import ENGINES, Launch
@@ -120,12 +121,7 @@ class Engine:
     client: RolloutClient
 
     def generate(self, requests: list[GenerateRequest]) -> list[GenerateOutput]:
-        async def collect() -> list[GenerateOutput]:
-            return [output async for output in self.client.generate(requests)]
-
-        outputs = asyncio.run(collect())
-        order = {request.request_id: place for place, request in enumerate(requests)}
-        return sorted(outputs, key=lambda output: (order[output.request_id], output.sample_index))
+        return asyncio.run(generate_samples([self.client], requests))
 
     def load(self, weights: list[tuple[str, Tensor]], policy_version: int, tp_size: int = 1) -> None:
         """A whole update session in three buckets."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 class EmbeddedEngine(Engine):
     name = "embedded"
+    answers_several = True
 
     def command(self, launch: Launch) -> Command:
         assert launch.nnodes == 1, "the embedded engine is one process"
@@ -41,6 +42,14 @@ class EmbeddedEngine(Engine):
 
     def num_ranks(self, tp_size: int) -> int:
         return 1
+
+    def generate_several(self, asked: Sequence[tuple[GenerateRequest, Slot]]) -> Call:
+        body = {
+            "input_ids": [request.input_ids + slot.output_ids for request, slot in asked],
+            "sampling_params": [self.sampling_params(request, slot) for request, slot in asked],
+            "stream": True,
+        }
+        return Call("/generate", body)
 
     def sampling_params(self, request: GenerateRequest, slot: Slot) -> dict[str, Any]:
         if slot.seed is None:

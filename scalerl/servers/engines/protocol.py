@@ -53,6 +53,8 @@ class SharedProtocol:
 
     # Number of tokens at the end of an aborted answer that its continuation draws again.
     undone_by_abort: ClassVar[int] = 0
+    # Whether one call asks for several requests, by `generate_several`: requests that begin together share it then.
+    answers_several: ClassVar[bool] = False
 
     def generate(self, request: GenerateRequest, slots: Sequence[Slot]) -> Call:
         """Asks for samples of one request.  slots: those that have room; the answer is read by `read_samples`."""
@@ -65,6 +67,10 @@ class SharedProtocol:
             "return_logprob": True,
             "stream": True,
         }
+
+    def generate_several(self, asked: Sequence[tuple[GenerateRequest, Slot]]) -> Call:
+        """As `generate`, where the engine `answers_several`.  asked: samples that have room, each with its request."""
+        raise NotImplementedError(f"{type(self).__name__} answers several requests at a time and cannot ask for them")
 
     def sampling_params(self, request: GenerateRequest, slot: Slot) -> dict[str, Any]:
         sampling = request.sampling

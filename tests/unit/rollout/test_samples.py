@@ -21,7 +21,7 @@ NUM_CLIENTS = 4
 class OneByOne:
     """In the place of a client: begins all requests, and answers one after the other, while the others wait."""
 
-    max_model_len, max_concurrency = 64, 10**6
+    max_model_len, max_concurrency, answers_several = 64, 10**6, False
 
     def __init__(self, waiting: list[asyncio.Future[None]]) -> None:
         self.waiting = waiting
