@@ -339,8 +339,11 @@ def test_shared_memory_does_not_pile_up(engine: Engine, model_b: Model) -> None:
         assert len([name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_")]) <= 1
 
 
-async def _all(client: RolloutClient, requests: list[GenerateRequest]) -> list[GenerateOutput]:
-    return [output async for output in client.generate(requests)]
+async def _all(client: RolloutClient, requests: Sequence[GenerateRequest]) -> list[GenerateOutput]:
+    async def of(request: GenerateRequest) -> list[GenerateOutput]:
+        return [output async for output in client.generate([request])]
+
+    return [output for outputs in await asyncio.gather(*map(of, requests)) for output in outputs]
 
 
 def engine_like(engine: Engine) -> RolloutClient:
@@ -446,6 +449,34 @@ def test_finished_and_unfinished_samples_are_the_submitted_ones(engine: Engine) 
     assert len(unfinished) > 0
     # Nothing is left running, and the server takes requests.
     assert {o.key for o in asyncio.run(generate_samples([engine.client], unfinished_requests(requests, outputs)[:1]))}
+
+
+def test_requests_that_begin_together_share_a_call_where_the_engine_answers_several(engine: Engine) -> None:
+    """Six samples at a time: three requests begin together, each later one when there is room for it."""
+
+    class Counting(RolloutClient):
+        async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[GenerateOutput]:
+            sizes.append(len(requests))
+            async for output in super().generate(requests):
+                yield output
+
+    sizes: list[int] = []
+    requests = requests_for([[5 + row] for row in range(8)], replace(GREEDY, ignore_eos=True), n=2)
+    asyncio.run(generate_samples([client_like(engine, Counting)], requests))
+    assert sum(sizes) == 8
+    assert sizes[0] == 3 if engine.client.answers_several else set(sizes) == {1}
+
+
+def test_several_requests_at_a_time_are_refused_where_the_engine_answers_one(engine: Engine) -> None:
+    async def both() -> None:
+        async for _ in engine.client.generate(requests_for([[5], [6]], ONE_TOKEN)):
+            pass
+
+    if engine.client.answers_several:
+        asyncio.run(both())
+        return
+    with pytest.raises(ValueError, match="2 requests at a time for engine sglang, which answers one"):
+        asyncio.run(both())
 
 
 def test_samples_of_a_prompt_share_a_server_and_the_load_is_even(engine: Engine) -> None:

@@ -69,7 +69,10 @@ class SharedProtocol:
         }
 
     def generate_several(self, asked: Sequence[tuple[GenerateRequest, Slot]]) -> Call:
-        """As `generate`, where the engine `answers_several`.  asked: samples that have room, each with its request."""
+        """Asks for samples of several requests by one call, where the engine `answers_several`.
+
+        asked: samples that have room, each with its request; the answer is read by `read_samples`.
+        """
         raise NotImplementedError(f"{type(self).__name__} answers several requests at a time and cannot ask for them")
 
     def sampling_params(self, request: GenerateRequest, slot: Slot) -> dict[str, Any]:
