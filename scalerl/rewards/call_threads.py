@@ -60,7 +60,9 @@ class CallThreads:
         # Wakes that no thread has answered yet.
         self._num_wakes = 0
         self._is_closed = False
-        self._timer: asyncio.TimerHandle | None = None
+        # The next `_look`, when it comes, and in which loop.
+        self._timer: asyncio.Handle | None = None
+        self._timer_at = 0.0
         self._timer_loop: asyncio.AbstractEventLoop | None = None
 
     @property
@@ -97,12 +99,12 @@ class CallThreads:
 
     def _look_at(self, when: float, loop: asyncio.AbstractEventLoop) -> None:
         """Has `_look` called at that time, or before."""
-        when += loop.time() - time.monotonic()
         if self._timer is not None and self._timer_loop is loop:
-            if self._timer.when() <= when:
+            if self._timer_at <= when:
                 return
             self._timer.cancel()
-        self._timer, self._timer_loop = loop.call_at(when, self._look, loop), loop
+        self._timer = loop.call_later(when - time.monotonic(), self._look, loop)
+        self._timer_at, self._timer_loop = when, loop
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         """Wakes a thread for a call that has waited, and gives up calls that are past their deadline."""

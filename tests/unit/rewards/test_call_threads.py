@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import uvloop
 
+from scalerl.rewards import call_threads
 from scalerl.rewards.call_threads import CallThreads, TooManyHungError
 
 LONG_S = 60.0
+
+
+@pytest.fixture(
+    autouse=True, params=[asyncio.DefaultEventLoopPolicy, uvloop.EventLoopPolicy], ids=["asyncio", "uvloop"]
+)
+def loop_policy(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Rollout workers have Ray's event loop, which is uvloop's."""
+    asyncio.set_event_loop_policy(request.param())
+    yield
+    asyncio.set_event_loop_policy(None)
 
 
 @pytest.fixture
@@ -33,11 +46,12 @@ async def all_of(threads: CallThreads, works: list[Callable[[], Any]], timeout_s
     return await asyncio.gather(*(threads.call(work, timeout_s) for work in works), return_exceptions=True)
 
 
-def test_short_calls_one_after_another_have_one_thread(threads: CallThreads) -> None:
-    async def main() -> set[int]:
-        return {await threads.call(threading.get_ident, LONG_S) for _ in range(300)}
+def test_calls_that_nobody_waits_long_for_have_one_thread(
+    threads: CallThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_threads, "HELP_S", LONG_S)
 
-    assert len(asyncio.run(main())) == 1
+    assert len(set(asyncio.run(all_of(threads, [threading.get_ident] * 300)))) == 1
 
 
 def test_one_thread_takes_calls_in_the_order_in_which_they_came() -> None:
@@ -130,6 +144,19 @@ def test_a_call_that_nobody_waits_for_any_more_is_not_made(threads: CallThreads,
 
     asyncio.run(main())
     assert made == ["later"]
+
+
+def test_a_look_that_is_due_already(threads: CallThreads, release: threading.Event) -> None:
+    """The loop is held up until a call that waits, and one that is late, should have been looked at."""
+
+    async def main() -> list[Any]:
+        lasting = asyncio.ensure_future(threads.call(lambda: release.wait(LONG_S), 0.01))
+        for _ in range(3):
+            await asyncio.sleep(0)
+            time.sleep(0.02)
+        return [await threads.call(lambda: "other", LONG_S), await lasting]
+
+    assert asyncio.run(main()) == ["other", None]
 
 
 def test_closing_ends_the_threads() -> None:
