@@ -137,8 +137,7 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, host: RunHost) -> Iterator[Run]:
         # For code of the user's own in this process; scalerl's draws from generators of its own.
         seed_generators(cfg.data.seed)
         if resumed.directory is not None:
-            with rollout.lend_device():
-                load(run, resumed)
+            load(run, resumed)
         collect_garbage()
         if resumed.directory is not None:
             for line in checkpoints.resumed_lines(resumed, cfg, attention):

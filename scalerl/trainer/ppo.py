@@ -101,7 +101,7 @@ def fit(run: Run) -> dict[str, float]:
                 tested = validate_in_time(run)
             validation = tested or validation
         if checkpoints.is_save_due(step, cfg.save_freq, run.total_steps) or run.stop.requested:
-            with run.timers("save_checkpoint"), run.rollout.lend_device():
+            with run.timers("save_checkpoint"):
                 save(run)
         log_step(run, outcome, epoch=epoch, more=tested)
     return validation
@@ -121,8 +121,7 @@ def train_step_or_save(run: Run, step: int) -> StepOutcome | None:
     if outcome is not None:
         return outcome
     run.tracker.message(f"step {step} takes longer than the deadline leaves: it is given up, and step {run.step} saved")
-    with run.rollout.lend_device():
-        save(run, before)
+    save(run, before)
     run.saves.commit()
     return None
 
@@ -257,6 +256,8 @@ def state_to_save(run: Run) -> dict[str, Any]:
 def save(run: Run, state: dict[str, Any] | None = None) -> None:
     """Saves the whole state of the run; with trainer.async_save it is written while the next steps run.
 
+    Servers on the trainer's devices make room for it (`Rollout.lend_device`).
+
     state: of `state_to_save`, when the weights were as they are; None: it is of now.
     It becomes a checkpoint once the step is logged (`log_step`), at the latest with the next save or the run's end.
     """
@@ -266,22 +267,24 @@ def save(run: Run, state: dict[str, Any] | None = None) -> None:
         models["critic"] = checkpoints.SavedModel(
             critic.save, cfg.critic.model.path, head="value", begin=critic.begin_save
         )
-    run.saves.save(
-        run.step,
-        models,
-        state_to_save(run) if state is None else state,
-        # No step runs beside the last save.
-        wait=run.step >= run.total_steps or run.stop.requested,
-        commit=False,
-    )
+    with run.rollout.lend_device():
+        run.saves.save(
+            run.step,
+            models,
+            state_to_save(run) if state is None else state,
+            # No step runs beside the last save.
+            wait=run.step >= run.total_steps or run.stop.requested,
+            commit=False,
+        )
 
 
 def load(run: Run, resumed: checkpoints.Resumed) -> None:
-    """Restores the run's state from a checkpoint. resumed: has a directory."""
+    """Restores the run's state from a checkpoint, with room as for a save. resumed: has a directory."""
     assert resumed.directory is not None
-    run.actor.load(str(resumed.directory / "actor"))
-    if run.critic is not None:
-        run.critic.load(str(resumed.directory / "critic"))
+    with run.rollout.lend_device():
+        run.actor.load(str(resumed.directory / "actor"))
+        if run.critic is not None:
+            run.critic.load(str(resumed.directory / "critic"))
     run.samples.prompts.load_state_dict(resumed.state["prompts"])
     # A checkpoint without this key had no groups in flight.
     if samples := resumed.state.get("samples"):

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from queue import Empty
 from typing import Any
 
+from scalerl.runtime.process_environment import worker_environment
+
 TIMEOUT_S = 600.0
 
 
@@ -63,9 +65,8 @@ def _rank(rank: int, world_size: int, port: int, function: Callable, args: tuple
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    if device == "cpu":
-        # Before torch looks for one.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Before torch looks for a GPU, and NCCL for what both sides of a broadcast must agree on.
+    os.environ.update(worker_environment(device, os.environ))
     try:
         import torch
 
