@@ -16,6 +16,7 @@ from pathlib import Path
 from scalerl.config.rollout_engines import ROLLOUT_ENGINES
 from scalerl.config.schema import ServerConfig
 from scalerl.errors import CommandParser, RunError, UserError
+from scalerl.families.shape import max_positions
 from scalerl.servers.access import NO_KEY
 from scalerl.servers.engines import ENGINES, Launch
 from scalerl.servers.process import START_TIMEOUT_S, RolloutServer
@@ -173,7 +174,7 @@ def _positions(model: Path) -> int:
             "writes it from a checkpoint"
         ) from None
     config = config.get("text_config") or config
-    return int(config.get("max_position_embeddings") or CONTEXT["cpu"])
+    return max_positions(config) if config.get("max_position_embeddings") else CONTEXT["cpu"]
 
 
 def _ready(url: str, model: Path, seconds: float) -> str:

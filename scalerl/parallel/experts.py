@@ -124,6 +124,9 @@ class ExpertsLayer(MoELayer):
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().forward(*args, **kwargs)
         _forget_graph(self.token_dispatcher)
+        # Where DeepEP exchanges the tokens, it is this that holds them.
+        if (manager := getattr(self.token_dispatcher, "_comm_manager", None)) is not None:
+            _forget_graph(manager)
         return outputs
 
 

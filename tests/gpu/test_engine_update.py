@@ -2,6 +2,8 @@
 
 NOT RUN YET on a GPU: written from the sources on a machine without one. The bfloat16 bounds come from the engine in
 bfloat16 on a CPU, whose distances from float32 on this model and seed stand beside them.
+
+    python -m pytest tests/gpu/test_engine_update.py -q
 """
 
 from __future__ import annotations

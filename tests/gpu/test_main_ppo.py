@@ -1,6 +1,8 @@
 """Steps of the main job on one GPU or two: bfloat16 trainer and SGLang server share the devices.
 
 NOT RUN YET on a GPU: written on a machine without one, where the same command ran with trainer.device=cpu.
+
+    python -m pytest tests/gpu/test_main_ppo.py -q
 """
 
 from __future__ import annotations

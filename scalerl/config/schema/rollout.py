@@ -54,7 +54,7 @@ class ServerConfig(SamplingConfig):
     # null: as many as fit on the servers' devices.
     num_replicas: int | None = key(None, or_null(at_least(1)))
     dtype: str = key("bfloat16", DTYPE)
-    # Share of the device's memory for the server's weights and KV cache (GPU only).
+    # Share of the GPU's memory, of what is free when the server starts, for its weights and KV cache.
     gpu_memory_utilization: float = key(0.85, above(0, below=1, example=0.5))
     # Tokens of a replica's KV cache, the same for every replica and after a restart (SGLang's max_total_tokens). null:
     # on a GPU what `scalerl plan` says for gpu_memory_utilization, where the device's memory is known, else what SGLang

@@ -43,6 +43,13 @@ def test_what_the_model_does_not_allow(tmp_path: Path, options: list[str], messa
         main([str(model), "--port", "0", "--device", "cpu", *options])
 
 
+def test_yarn_gives_a_model_more_positions(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "rope_theta": 10_000.0}
+    model = make_tiny_model(tmp_path / "model", rope_parameters=yarn)
+    with pytest.raises(UserError, match=r"--context 8193: .* 8192 positions; give 8 to 8192"):
+        main([str(model), "--port", "0", "--device", "cpu", "--context", "8193"])
+
+
 @pytest.mark.parametrize(("options", "start_timeout_s"), [([], 600.0), (["--start-timeout-s", "7"], 7.0)])
 def test_a_server_may_take_as_long_to_start_as_the_option_says_that_its_error_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], start_timeout_s: float

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import sglang.srt
+from sglang.srt.environ import Envs
 
 from scalerl.runtime.device import DeviceError, resolve_device
 from scalerl.runtime.process_environment import (
@@ -38,6 +42,33 @@ def test_ranks_on_gpus_have_a_few_threads() -> None:
     """Not the one that Ray would give them, nor one for each core of a node that they share with others."""
     assert worker_environment("cuda", {})["OMP_NUM_THREADS"] == "4"
     assert "OMP_NUM_THREADS" not in worker_environment("cuda", {"OMP_NUM_THREADS": "16"}), "the user's"
+
+
+def test_trainer_and_servers_agree_on_nccls_memory() -> None:
+    """SGLang sets the variable in its processes: to 0, unless it is told to use symmetric memory."""
+    engine = Path(sglang.srt.__path__[0], "entrypoints", "engine.py").read_text()
+    assert 'os.environ["NCCL_CUMEM_ENABLE"] = str(int(cfg.enable_symm_mem))' in engine
+    assert worker_environment("cuda", {})["NCCL_CUMEM_ENABLE"] == "0"
+
+
+def test_compilers_of_the_ranks_of_a_node_leave_cores_to_each_other() -> None:
+    assert worker_environment("cuda", {})["TORCHINDUCTOR_COMPILE_THREADS"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [
+        ("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", ["cuda"]),
+        ("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE", ["cuda"]),
+        ("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", ["cpu", "cuda"]),
+    ],
+)
+def test_checks_that_end_servers_which_are_well_are_off(name: str, devices: list[str]) -> None:
+    assert getattr(Envs, name).default is True, "SGLang no longer has it on by itself"
+    for device in ("cpu", "cuda"):
+        for releases_memory in (False, True):
+            environment = sglang_environment(device, releases_memory=releases_memory)
+            assert environment.get(name) == ("0" if device in devices else None)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

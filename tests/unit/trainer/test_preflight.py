@@ -47,6 +47,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """trainer.device=auto finds a GPU, on a machine that has all that a run needs there."""
+    monkeypatch.setattr(preflight, "resolve_device", lambda device: {"auto": "cuda"}[device])
+    monkeypatch.setattr(preflight, "start_violations", lambda device, *, serves: [])
+
+
 def rows_of(path: Path, *styles: str) -> list[str]:
     """-> overrides for a file with a row of each of these styles."""
     rows = [ROW | {"reward_model": {"style": style, "ground_truth": "2"}} for style in styles]
@@ -99,7 +106,7 @@ def test_checksums_of_sglang_are_refused_where_they_are_not_known(directory: Pat
 
 
 def test_experts_shared_over_ranks_are_checked_where_sglang_can_share_them(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, request: pytest.FixtureRequest
 ) -> None:
     rollout = "actor_rollout_ref.rollout"
     own = f"+{rollout}.engine_kwargs.sglang"
@@ -107,7 +114,7 @@ def test_experts_shared_over_ranks_are_checked_where_sglang_can_share_them(
     assert check_ppo(config(directory, "qwen3_moe", "sglang", 1, f"{own}.ep_size=2", *two)) is not None
     message = violation(directory, "qwen3_moe", "sglang", 0, f"{own}.moe_a2a_backend=deepep", *two)
     assert message.startswith(f"{rollout}.engine_kwargs.sglang.moe_a2a_backend = deepep: DeepEP runs on GPUs alone")
-    monkeypatch.setattr(preflight, "resolve_device", lambda device: {"auto": "cuda"}[device])
+    request.getfixturevalue("on_gpu")
     two.append("trainer.device=auto")
     for argument in ("ep_size=2", "moe_a2a_backend=deepep"):
         of_ranks = (f"{own}.{argument}", f"{rollout}.dtype=bfloat16")
@@ -128,10 +135,8 @@ def test_dense_layers_that_sglang_would_not_see_are_refused(directory: Path) -> 
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
-def test_checksums_of_a_mixture_on_a_gpu_are_known(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
-    monkeypatch.setattr(preflight, "resolve_device", lambda device: {"auto": "cuda"}[device])
+@pytest.mark.usefixtures("on_gpu")
+def test_checksums_of_a_mixture_on_a_gpu_are_known(directory: Path, family: str) -> None:
     assert check_ppo(config(directory, family, "sglang", 1, "trainer.device=auto")) is not None
 
 
@@ -228,7 +233,7 @@ TP_SIZE = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 
 
 def test_more_ranks_of_a_server_than_heads_that_its_checksums_know(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     (message,) = violations(config(directory, "qwen3", "sglang", 10, f"{TP_SIZE}=4"))
     assert message.startswith(f"{TP_SIZE} = 4: the checksums of an SGLang server on a CPU are not known")
@@ -239,7 +244,7 @@ def test_more_ranks_of_a_server_than_heads_that_its_checksums_know(
     monkeypatch.setattr(preflight, "resolve_device", lambda device: {"auto": "cpu"}[device])
     assert violations(config(directory, "qwen3", "sglang", 10, f"{TP_SIZE}=4", "trainer.device=auto")) == [message]
     # On a GPU heads are repeated, and the checksums know how.
-    monkeypatch.setattr(preflight, "resolve_device", lambda device: {"auto": "cuda"}[device])
+    request.getfixturevalue("on_gpu")
     on_gpu = config(
         directory, "qwen3", "sglang", 10, f"{TP_SIZE}=4", "trainer.n_gpus_per_node=4", "trainer.device=auto"
     )
@@ -248,7 +253,7 @@ def test_more_ranks_of_a_server_than_heads_that_its_checksums_know(
 
 
 def test_a_run_that_does_not_fit_its_devices_is_refused(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """A device whose memory is in the configuration stands for one that reports it."""
     memory = "trainer.device_memory"
@@ -262,11 +267,31 @@ def test_a_run_that_does_not_fit_its_devices_is_refused(
     on_cpu = config(directory, "qwen3", "sglang", 10, f"{memory}=h100")
     check_ppo(on_cpu)
     assert on_cpu.actor_rollout_ref.rollout.kv_cache_tokens is None
-    monkeypatch.setattr(preflight, "resolve_device", lambda device: "cuda")
+    request.getfixturevalue("on_gpu")
     on_gpu = config(directory, "qwen3", "sglang", 10, f"{memory}=h100", "trainer.device=auto")
     found_plan = check_ppo(on_gpu).memory
     assert found_plan is not None and found_plan.server is not None
     assert on_gpu.actor_rollout_ref.rollout.kv_cache_tokens == found_plan.server.kv_tokens
+
+
+def test_what_this_machine_lacks_is_refused_with_everything_else(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the probes of `scalerl doctor`: the device that was found, and whether the run starts SGLang servers."""
+    asked: list[tuple[str, bool]] = []
+
+    def lacking(device: str, *, serves: bool) -> list[str]:
+        asked.append((device, serves))
+        return ["ninja: none"]
+
+    monkeypatch.setattr(preflight, "resolve_device", lambda device: {"auto": "cuda"}[device])
+    monkeypatch.setattr(preflight, "start_violations", lacking)
+    assert violations(config(directory, "qwen3", "sglang", 10, "trainer.device=auto")) == ["ninja: none"]
+    more = violations(config(directory, "qwen3", "embedded", 10, "trainer.device=auto", "data.train_batch_size=8"))
+    assert "ninja: none" in more and len(more) > 1
+    with pytest.raises(ConfigError, match="ninja: none"):
+        check_sft(sft(directory, tmp_path, "trainer.device=auto"))
+    assert asked == [("cuda", True), ("cuda", False), ("cuda", False)]
 
 
 def test_the_ranks_of_a_judges_server_cut_its_heads(directory: Path, tmp_path: Path) -> None:
