@@ -31,7 +31,7 @@ from scalerl.controller.training.rl_worker import RLWorker
 from scalerl.controller.training.roles import MegatronActor
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.data import RLHFDataset, load_tokenizer
-from scalerl.hybrid.handover import HandoverError, HandoverPoint
+from scalerl.hybrid.handover import RELEASE_WAIT_S, HandoverError, HandoverPoint
 from scalerl.hybrid.order import Step, SyncOrder
 from scalerl.metrics import rollout_diff_metrics, to_floats
 from scalerl.parallel.layout import Layout
@@ -79,12 +79,14 @@ class HandingOver(PolicyServers):
     """Hands over as on a GPU: the servers hold no memory that would leave a CPU, but are bound to the same order."""
 
     _hands_over = True
-    # Of what other processes give back nothing follows.
-    _release_wait_s = 0.0
+    # Where memory is measured -> how long it may take to be free; not waited for here, as the memory of other processes
+    # says nothing.
+    waits: dict[HandoverPoint, float]
     # Where memory is measured -> what happens there, once.
     at: dict[HandoverPoint, Callable[[], None]]
 
-    def _measure_memory(self, point: HandoverPoint, *args: Any, **kwargs: Any) -> None:
+    def _measure_memory(self, point: HandoverPoint, *args: Any, wait_s: float = 0.0, **kwargs: Any) -> None:
+        self.waits[point] = wait_s
         super()._measure_memory(point, *args, **kwargs)
         if point in self.at:
             self.at.pop(point)()
@@ -107,7 +109,7 @@ class Run:
         tokenizer = load_tokenizer(policy.model.path)
         dataset = RLHFDataset(config.data.train_files, tokenizer, config.data)
         self.servers = HandingOver(config, pool, gpu_ids=None, log_dir=log_dir, single_node=True)
-        self.servers.at, self.servers.orders_of_lost = {}, {}
+        self.servers.at, self.servers.orders_of_lost, self.servers.waits = {}, {}, {}
         self.servers.start()
         self.rollout = HybridRollout(config, self.servers, {"train": dataset, "val": dataset}, tokenizer)
         workers.call(MegatronWorker.build_engine, "actor", policy.model.path, policy.actor.megatron, policy.actor.optim)
@@ -254,6 +256,8 @@ def test_servers_release_and_resume_in_order(run: Run) -> None:
         run.step()
     # Of two ranks: log-probs, the update, the sync, and one for each point at which servers took or gave back memory.
     assert calls.by_actor()["RankProcess"] == {"untimed": 2 * (3 + 5)}
+    waited = {point for point, wait_s in run.servers.waits.items() if wait_s == RELEASE_WAIT_S}
+    assert waited == {"after_release_kv", "after_release"} and "before_release" in run.servers.waits
     everything = "['cuda_graph', 'kv_cache', 'weights'] is released"
     assert len(refusals) == 2 and all(everything in refusal for refusal in refusals)
     assert [order.taken for order in run.servers.orders.values()] == [HANDED_OVER, HANDED_OVER]
@@ -276,6 +280,7 @@ def test_caches_leave_for_a_save_and_nothing_else_does(run: Run) -> None:
             generate_one(run.client(0))
     assert [order.taken for order in run.servers.orders.values()] == [["release_kv", "resume_kv"]] * 2
     assert run.checksums() == before and run.urls == urls
+    assert (run.servers.waits["before_save"], run.servers.waits["after_save"]) == (RELEASE_WAIT_S, 0.0)
     measured = run.servers.handover.metrics().keys()
     assert {f"perf/handover/free_gb/{point}" for point in ("before_save", "after_save")} <= measured
     samples = run.generate()
@@ -301,6 +306,7 @@ def test_weights_leave_for_a_save_where_they_have_no_room_beside_it(run: Run) ->
     # The embedded engine's memory stays as it was: that the weights were sent again, the steps say.
     assert run.checksums() == before and run.urls == urls
     assert "perf/handover/free_gb/before_save_alone" in run.servers.handover.metrics()
+    assert run.servers.waits["before_save_alone"] == RELEASE_WAIT_S
     samples = run.generate()
     run.compare(samples)
     run.rollout.drop(samples)
