@@ -13,7 +13,7 @@ from scalerl import nvidia
 from scalerl.probes import Finding
 from scalerl.probes.gpu import check_driver, find_devices, health_findings
 from scalerl.probes.hardware import nvidia_smi
-from scalerl.probes.host import MIN_FREE_DISK_GIB, MIN_SHM_GIB, check_disk, check_shared_memory
+from scalerl.probes.host import MIN_FREE_DISK_GIB, MIN_SHM_GIB, check_compiler, check_disk, check_shared_memory
 
 PACKAGES = ("scalerl", "torch", "ray", "megatron-core", "sglang", "transformers", "transformer-engine")
 
@@ -41,6 +41,8 @@ def all_probes(limits: Limits) -> list[Finding]:
         check_shared_memory(min_gib=limits.min_shm_gib),
         *health_findings(limits.gpus),
     ]
+    if limits.gpus:
+        findings.append(check_compiler())
     # Torch takes seconds to import, and a driver that nvidia-smi shows may still not run a program.
     if limits.gpus and (device := nvidia.find_nvidia_device()) is not None:
         findings.append(check_driver(find_devices(), device))

@@ -25,7 +25,10 @@ from tests.slurm.jobs import (
 from tests.slurm.minislurm import MiniSlurm
 
 # It saves nothing, whatever it is told, and is done in the second attempt.
-SLEEPS_ONCE = ("bash", "-c", "[[ $SCALERL_ATTEMPT_DIR == */attempt_0 ]] || exit 0; echo SLEEPING; exec sleep 3600")
+ONCE = "[[ $SCALERL_ATTEMPT_DIR == */attempt_0 ]] || exit 0; echo SLEEPING; "
+SLEEPS_ONCE = ("bash", "-c", ONCE + "exec sleep 3600")
+# Nor does it end before it is killed.
+STAYS_ONCE = ("bash", "-c", ONCE + "trap '' INT TERM; while :; do sleep 1; done")
 # As scalerl does: with each attempt a newer checkpoint, for so many attempts.
 PROGRESS = """
 echo "$2" >"$SCALERL_ATTEMPT_DIR/.run_dir"
@@ -44,12 +47,12 @@ with directory_lock(Path(sys.argv[1]), "trainer.default_local_dir = run", grace_
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.parametrize(("num_nodes", "command"), [(1, SLEEPS_ONCE), (2, SLEEPS_ONCE), (1, STAYS_ONCE)])
 def test_a_command_that_has_not_saved_when_the_job_ends_is_ended_and_requeued(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int, command: tuple[str, ...]
 ) -> None:
     """The notice and the limit are Slurm's own; the command ignores the notice."""
-    job_id = submit(num_nodes, *SLEEPS_ONCE, options=("--time=30", "--signal=B:USR1@40"))
+    job_id = submit(num_nodes, *command, options=("--time=30", "--signal=B:USR1@40"))
     out = tmp_path / f"out-{job_id}.txt"
     wait_until("the command", lambda: out.exists() and "SLEEPING" in out.read_text(), 300, shown=out)
     limit_to_this_minute(slurm, job_id)
@@ -58,6 +61,7 @@ def test_a_command_that_has_not_saved_when_the_job_ends_is_ended_and_requeued(
     text = out.read_text()
     assert "got USR1" in text and "got TERM" not in text and "TIME LIMIT" not in text
     assert "the command was told to save and has not; the job ends in " in text
+    assert ("some steps did not end within " in text) >= (command is STAYS_ONCE)
     assert "Its work since its beginning is lost: give it more time (slurm.notice_s" in text
 
 

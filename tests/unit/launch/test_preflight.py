@@ -130,6 +130,16 @@ def test_a_node_with_gpus_is_asked_what_doctor_asks(tmp_path: Path, monkeypatch:
     assert "sees no GPU" in failed_probes["driver and CUDA"].value
 
 
+def test_a_node_with_gpus_has_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compilers(gpus: int) -> list[bool]:
+        limits = Limits(gpus=gpus, min_disk_gib=0, min_shm_gib=0)
+        return [each.ok for each in all_probes(limits) if each.name == "C++ compiler"]
+
+    assert (compilers(0), compilers(1)) == ([], [True])
+    monkeypatch.setenv("CXX", "false")
+    assert compilers(1) == [False]
+
+
 def test_the_file_system_of_the_run_is_looked_at_too(tmp_path: Path) -> None:
     def disks(limits: Limits) -> dict[str, bool]:
         return {
