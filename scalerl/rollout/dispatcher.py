@@ -62,8 +62,8 @@ class _Job:
 
 class Dispatcher:
     """Sends requests in order, each to the least loaded server; all samples of a request go to one server, which
-    computes the prompt once. A sample's place is free for the next when that sample is finished, even if others of its
-    request are not.
+    computes the prompt once. Requests that begin together on a server share a call where its engine answers several. A
+    sample's place is free for the next when that sample is finished, even if others of its request are not.
     """
 
     def __init__(

@@ -47,9 +47,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """trainer.device=auto finds a GPU, on a machine that has all that a run needs there."""
+def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on trainer.device=auto finds a GPU, on a machine that has all that a run needs there."""
     monkeypatch.setattr(preflight, "resolve_device", lambda device: {"auto": "cuda"}[device])
     monkeypatch.setattr(preflight, "start_violations", lambda device, *, serves: [])
 
@@ -106,7 +105,7 @@ def test_checksums_of_sglang_are_refused_where_they_are_not_known(directory: Pat
 
 
 def test_experts_shared_over_ranks_are_checked_where_sglang_can_share_them(
-    directory: Path, request: pytest.FixtureRequest
+    directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rollout = "actor_rollout_ref.rollout"
     own = f"+{rollout}.engine_kwargs.sglang"
@@ -114,7 +113,7 @@ def test_experts_shared_over_ranks_are_checked_where_sglang_can_share_them(
     assert check_ppo(config(directory, "qwen3_moe", "sglang", 1, f"{own}.ep_size=2", *two)) is not None
     message = violation(directory, "qwen3_moe", "sglang", 0, f"{own}.moe_a2a_backend=deepep", *two)
     assert message.startswith(f"{rollout}.engine_kwargs.sglang.moe_a2a_backend = deepep: DeepEP runs on GPUs alone")
-    request.getfixturevalue("on_gpu")
+    as_on_gpu(monkeypatch)
     two.append("trainer.device=auto")
     for argument in ("ep_size=2", "moe_a2a_backend=deepep"):
         of_ranks = (f"{own}.{argument}", f"{rollout}.dtype=bfloat16")
@@ -135,8 +134,10 @@ def test_dense_layers_that_sglang_would_not_see_are_refused(directory: Path) -> 
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
-@pytest.mark.usefixtures("on_gpu")
-def test_checksums_of_a_mixture_on_a_gpu_are_known(directory: Path, family: str) -> None:
+def test_checksums_of_a_mixture_on_a_gpu_are_known(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    as_on_gpu(monkeypatch)
     assert check_ppo(config(directory, family, "sglang", 1, "trainer.device=auto")) is not None
 
 
@@ -233,7 +234,7 @@ TP_SIZE = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 
 
 def test_more_ranks_of_a_server_than_heads_that_its_checksums_know(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (message,) = violations(config(directory, "qwen3", "sglang", 10, f"{TP_SIZE}=4"))
     assert message.startswith(f"{TP_SIZE} = 4: the checksums of an SGLang server on a CPU are not known")
@@ -244,7 +245,7 @@ def test_more_ranks_of_a_server_than_heads_that_its_checksums_know(
     monkeypatch.setattr(preflight, "resolve_device", lambda device: {"auto": "cpu"}[device])
     assert violations(config(directory, "qwen3", "sglang", 10, f"{TP_SIZE}=4", "trainer.device=auto")) == [message]
     # On a GPU heads are repeated, and the checksums know how.
-    request.getfixturevalue("on_gpu")
+    as_on_gpu(monkeypatch)
     on_gpu = config(
         directory, "qwen3", "sglang", 10, f"{TP_SIZE}=4", "trainer.n_gpus_per_node=4", "trainer.device=auto"
     )
@@ -253,7 +254,7 @@ def test_more_ranks_of_a_server_than_heads_that_its_checksums_know(
 
 
 def test_a_run_that_does_not_fit_its_devices_is_refused(
-    directory: Path, tmp_path: Path, request: pytest.FixtureRequest
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device whose memory is in the configuration stands for one that reports it."""
     memory = "trainer.device_memory"
@@ -267,7 +268,7 @@ def test_a_run_that_does_not_fit_its_devices_is_refused(
     on_cpu = config(directory, "qwen3", "sglang", 10, f"{memory}=h100")
     check_ppo(on_cpu)
     assert on_cpu.actor_rollout_ref.rollout.kv_cache_tokens is None
-    request.getfixturevalue("on_gpu")
+    as_on_gpu(monkeypatch)
     on_gpu = config(directory, "qwen3", "sglang", 10, f"{memory}=h100", "trainer.device=auto")
     found_plan = check_ppo(on_gpu).memory
     assert found_plan is not None and found_plan.server is not None
@@ -497,7 +498,7 @@ def test_the_attention_of_a_run_on_gpus_is_chosen_before_its_start(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32, and on other machines, nothing is."""
-    monkeypatch.setattr(preflight, "resolve_device", lambda device: "cuda")
+    as_on_gpu(monkeypatch)
     absent = import_refusal("FA3", "No module named flash_attn_interface")
     monkeypatch.setattr(
         attention_choice, "try_flash_attention", lambda *impls, head_sizes: dict.fromkeys(impls) | {"FA3": absent}
