@@ -24,6 +24,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from scalerl.cluster.ray_agents import REGISTER_MS, wait_for_no_agent
 from scalerl.cluster.ray_session import own_token, session_directory, sessions_parent, sigterm_kept
 from scalerl.cluster.ray_start import start_explained, wait_for_head
 from scalerl.cluster.worker_logs import logs_are_kept_in
@@ -56,6 +57,7 @@ def ray_cluster(*, num_workers: int, device: str, log_dir: Path | None = None) -
     # Ray's own is 15: behind any other program of the machine a rank would have a thirtieth of a core, and with it all
     # ranks that wait for that one.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault("RAY_agent_register_timeout_ms", str(REGISTER_MS))
     # The first rank's error is raised with its cause; Ray would print a stack for every other rank's beside it.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     address, parent = os.environ.get("RAY_ADDRESS") or None, sessions_parent()
@@ -79,7 +81,8 @@ def ray_cluster(*, num_workers: int, device: str, log_dir: Path | None = None) -
                 common["num_cpus"] = max(os.cpu_count() or 1, num_workers) if device == "cpu" else None
             # Before the start, which may be interrupted.
             stack.callback(ray.shutdown)
-            with sigterm_kept():
+            with sigterm_kept(), ExitStack() as start:
+                start.callback(wait_for_no_agent())
                 ray.init(**common)
         yield
 

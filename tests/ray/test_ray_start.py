@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 
 from scalerl.errors import EXIT_FAILED, EXIT_USER_ERROR
+from tests.slow_agents import make_agents_slow, number_of_slow_agents
 
 START = """
 import os
 import sys
 from pathlib import Path
+import ray
 from ray._private import services
 from scalerl.cluster import ray_start
 from scalerl.cluster.pools import ray_cluster
@@ -27,6 +29,7 @@ from scalerl.errors import run_main
 def start():
     with ray_cluster(num_workers=1, device="cpu", log_dir=Path(sys.argv[1])):
         print("started")
+        print(ray.get(ray.remote(lambda: "worked").remote()))
 
 ray_start.REACH_S = float(os.environ.get("REACH_S", ray_start.REACH_S))
 services.RAYLET_EXECUTABLE = sys.argv[2] or services.RAYLET_EXECUTABLE
@@ -76,6 +79,17 @@ def test_a_raylet_that_ends_at_once(ray_files: Path, tmp_path: Path) -> None:
     """As one that the kernel kills for memory, or that finds no room. Ray waits half a minute for it."""
     process = start(ray_files, tmp_path, raylet="/bin/false")
     assert_explained(process, ray_files, tmp_path, "The current node timed out during startup")
+
+
+@pytest.mark.full
+def test_agents_that_start_slowly(ray_files: Path, tmp_path: Path) -> None:
+    make_agents_slow(tmp_path / "slow")
+    path = os.pathsep.join(filter(None, [str(tmp_path / "slow"), os.environ.get("PYTHONPATH")]))
+    process = start(ray_files, tmp_path / "logs", PYTHONPATH=path)
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, out) == (0, "started\nworked\n"), err
+    assert number_of_slow_agents(tmp_path / "slow") == 2
+    assert list(ray_files.iterdir()) == []
 
 
 def assert_not_joined(process: subprocess.Popen[str], address: str, reason: str) -> None:

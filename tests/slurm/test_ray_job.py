@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.lanes import full
+from tests.slow_agents import make_agents_slow, number_of_slow_agents
 from tests.slurm.jobs import (
     DRIVER,
     REPO,
@@ -423,6 +424,21 @@ def test_readiness_names_missing_hosts_and_devices(
     assert job["ExitCode"] == "70:0", out
     assert "n9: not in the cluster" in out
     assert "n1: 2 of 8 GPUs" in out
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("num_nodes", [2, 1])
+def test_rays_agents_may_be_slow(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_nodes: int
+) -> None:
+    make_agents_slow(tmp_path / "slow")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "slow"), prepend=os.pathsep)
+    job_id = submit(num_nodes, "python", DRIVER, "report", str(num_nodes), "0", "0")
+    job = slurm.wait(job_id)
+    out = (tmp_path / f"out-{job_id}.txt").read_text()
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "0"), out
+    assert number_of_slow_agents(tmp_path / "slow") == 2 * num_nodes
+    assert_nothing_left(slurm)
 
 
 @pytest.mark.full

@@ -7,21 +7,21 @@ from pathlib import Path
 from ray._common.utils import load_class
 from ray._private.parameter import RayParams
 
-from scalerl.cluster.ray_hook import without_what_no_run_uses
+from scalerl.cluster.ray_hook import for_a_job, leave_out_what_no_run_uses
 
 LAUNCHER = Path(__file__).parents[3] / "scalerl/launch/scripts/ray.sbatch"
 
 
 def test_what_no_run_uses_is_left_out() -> None:
     parameters = RayParams(ray_client_server_port=10001)
-    without_what_no_run_uses(parameters, head=True)
+    leave_out_what_no_run_uses(parameters)
     assert parameters.ray_client_server_port is None
     assert parameters.include_log_monitor is False and parameters.no_monitor is True
 
 
 def test_what_a_site_asks_for_is_started() -> None:
     parameters = RayParams(ray_client_server_port=10777, include_log_monitor=True, autoscaling_config="cluster.yaml")
-    without_what_no_run_uses(parameters, head=True)
+    leave_out_what_no_run_uses(parameters)
     assert parameters.ray_client_server_port == 10777
     assert parameters.include_log_monitor is True and parameters.no_monitor is False
 
@@ -32,4 +32,4 @@ def test_the_launcher_names_it() -> None:
         for word in LAUNCHER.read_text(encoding="utf-8").split()
         if word.startswith("RAY_START_HOOK=")
     }
-    assert load_class(name) is without_what_no_run_uses
+    assert load_class(name) is for_a_job

@@ -1,0 +1,68 @@
+"""No raylet waits for its two agents, Python processes of Ray's, before its node joins the cluster.
+
+Ray's raylet waits 15 seconds for each of their ports that it is not told, and then ends: too short where many nodes
+read Python's packages from one file system, or a machine does much else. No setting changes the 15 seconds. Told all
+four it waits for none; Ray itself never tells it the fourth.
+Source: `start_raylet` of Ray 2.60 (ray/_private/services.py); https://github.com/ray-project/ray/issues/65983
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from ray._private import ray_constants, services
+
+# Arguments of `start_raylet`; Ray's agents listen there.
+_PORTS = ("metrics_agent_port", "metrics_export_port", "runtime_env_agent_port", "dashboard_agent_listen_port")
+# Of a cluster that a run starts on its machine: below those that Linux gives to connections, and above a job's.
+_FIRST, _LAST = 20000, 31999
+_EACH = 2 * len(_PORTS)
+# What needs an agent waits as long for it; Ray's own is 30 seconds. An agent that ends is noticed at once.
+REGISTER_MS = 600_000
+
+
+def wait_for_no_agent() -> Callable[[], None]:
+    """What this process starts from now on, by `ray.init` or `ray start`, does not wait; returns what undoes that.
+
+    Ports that Ray is not told are chosen here, others for each process of the machine.
+    """
+    start_raylet, start_process = services.start_raylet, services.start_ray_process
+    listen_port: list[int] = []
+
+    def start_raylet_with_ports(*args: Any, **options: Any) -> Any:
+        missing = [name for name in _PORTS if not options.get(name)]
+        options |= dict(zip(missing, _free_ports(len(missing)), strict=True))
+        listen_port[:] = [options["dashboard_agent_listen_port"]]
+        return start_raylet(*args, **options)
+
+    def start_process_with_port(command: list[str], process_type: str, *args: Any, **options: Any) -> Any:
+        if process_type == ray_constants.PROCESS_TYPE_RAYLET:
+            command = [*command, f"--dashboard_agent_listen_port={listen_port[0]}"]
+        return start_process(command, process_type, *args, **options)
+
+    def undo() -> None:
+        services.start_raylet, services.start_ray_process = start_raylet, start_process
+
+    services.start_raylet, services.start_ray_process = start_raylet_with_ports, start_process_with_port
+    return undo
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that nobody has. Each process of the machine looks from a place of its own on: two may start at once."""
+    ports: list[int] = []
+    size = _LAST - _FIRST + 1
+    begin = os.getpid() * _EACH % size
+    for step in range(size):
+        if len(ports) == count:
+            break
+        port = _FIRST + (begin + step) % size
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+        ports.append(port)
+    return ports
