@@ -25,7 +25,7 @@ REGISTER_MS = 600_000
 
 
 def wait_for_no_agent() -> Callable[[], None]:
-    """What this process starts from now on, by `ray.init` or `ray start`, does not wait; returns what undoes that.
+    """Makes raylets that this process starts, by `ray.init` or `ray start`, wait for no agent; returns what undoes it.
 
     Ports that Ray is not told are chosen here, others for each process of the machine.
     """

@@ -11,7 +11,7 @@ _CLIENT_PORT = 10001
 
 
 def for_a_job(parameters: RayParams, head: bool) -> None:
-    """Without what no run uses, and without waiting for agents."""
+    """Starts a node of a job: without what no run uses, and without waiting for agents."""
     leave_out_what_no_run_uses(parameters)
     wait_for_no_agent()
 
