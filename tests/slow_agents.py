@@ -16,7 +16,10 @@ if "/ray/dashboard/agent.py" in line or "/ray/_private/runtime_env/agent/main.py
 
 
 def make_agents_slow(directory: Path) -> None:
-    """Of processes that have directory in PYTHONPATH. Of two, Ray's raylet waits 15 s for one, 30 s for the other."""
+    """Makes the two of each node take 40 s where directory, which is made, is in PYTHONPATH.
+
+    By itself Ray's raylet waits 15 s for one of them and 30 s for the other.
+    """
     directory.mkdir()
     (directory / "sitecustomize.py").write_text(_SITECUSTOMIZE)
 

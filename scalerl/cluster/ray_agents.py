@@ -17,6 +17,8 @@ from ray._private import ray_constants, services
 
 # Arguments of `start_raylet`; Ray's agents listen there.
 _PORTS = ("metrics_agent_port", "metrics_export_port", "runtime_env_agent_port", "dashboard_agent_listen_port")
+# `ray.init` gives the fourth of them this number in each cluster of a machine.
+_NOT_TOLD = (None, 0, ray_constants.DEFAULT_DASHBOARD_AGENT_LISTEN_PORT)
 # Of a cluster that a run starts on its machine: below those that Linux gives to connections, and above a job's.
 _FIRST, _LAST = 20000, 31999
 _EACH = 2 * len(_PORTS)
@@ -33,8 +35,8 @@ def wait_for_no_agent() -> Callable[[], None]:
     listen_port: list[int] = []
 
     def start_raylet_with_ports(*args: Any, **options: Any) -> Any:
-        missing = [name for name in _PORTS if not options.get(name)]
-        options |= dict(zip(missing, _free_ports(len(missing)), strict=True))
+        missing = [name for name in _PORTS if options.get(name) in _NOT_TOLD]
+        options |= dict(zip(missing, free_ports(len(missing)), strict=True))
         listen_port[:] = [options["dashboard_agent_listen_port"]]
         return start_raylet(*args, **options)
 
@@ -50,8 +52,11 @@ def wait_for_no_agent() -> Callable[[], None]:
     return undo
 
 
-def _free_ports(count: int) -> list[int]:
-    """Ports that nobody has. Each process of the machine looks from a place of its own on: two may start at once."""
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody has. Each process of the machine looks from a place of its own on: two may start at once.
+
+    Raises RuntimeError where there are not as many.
+    """
     ports: list[int] = []
     size = _LAST - _FIRST + 1
     begin = os.getpid() * _EACH % size
@@ -65,4 +70,6 @@ def _free_ports(count: int) -> list[int]:
             except OSError:
                 continue
         ports.append(port)
+    if len(ports) < count:
+        raise RuntimeError(f"Ray's agents need {count} free ports from {_FIRST} to {_LAST}, and there are {len(ports)}")
     return ports

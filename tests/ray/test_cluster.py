@@ -8,9 +8,10 @@ import sys
 import time
 from typing import Any
 
+import psutil
 import pytest
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray.exceptions import RayActorError, RayTaskError
 
 from scalerl.cluster.ask import values_of
@@ -64,6 +65,17 @@ def test_nothing_is_uploaded_to_the_nodes(cluster: Processes) -> None:
 def test_ray_does_not_measure_free_memory(cluster: Processes) -> None:
     """It would refuse to start where little is free, though no actor asks for any."""
     assert ray.cluster_resources()["memory"] == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_the_raylet_is_told_where_its_agents_listen(cluster: Processes) -> None:
+    """It ends where it has waited 15 s for one that it was not told."""
+    (raylet,) = (child for child in psutil.Process().children(recursive=True) if child.name() == "raylet")
+    told = dict(word.lstrip("-").replace("-", "_").partition("=")[::2] for word in raylet.cmdline())
+    names = ("metrics_agent_port", "metrics_export_port", "runtime_env_agent_port", "dashboard_agent_listen_port")
+    assert len({told[name] for name in names}) == 4
+    assert all(20000 <= int(told[name]) < 32000 for name in names)
+    # Ray's own functions are in their places again.
+    assert {services.start_raylet.__module__, services.start_ray_process.__module__} == {services.__name__}
 
 
 @ray.remote(num_cpus=0)
