@@ -66,6 +66,11 @@ def wait_for_driver(slurm: MiniSlurm, job_id: str, out: Path) -> None:
     wait_until("driver waits", waiting, 300, shown=out)
 
 
+def kill_raylet(slurm: MiniSlurm, host: str) -> None:
+    raylet = next(pid for pid, args in slurm.processes(host) if "raylet/raylet" in args.split()[0])
+    slurm.run("kill", "-KILL", str(raylet), host=host)
+
+
 def assert_nothing_left(slurm: MiniSlurm, timeout_s: float = 15) -> None:
     left: dict[str, list[tuple[int, str]]] = {}
 

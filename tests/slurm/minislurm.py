@@ -303,6 +303,10 @@ class MiniSlurm:
         out = self.run("scontrol", "-o", "show", "job", job_id).stdout
         return dict(word.split("=", 1) for word in out.split() if "=" in word)
 
+    def nodes_of(self, job_id: str) -> list[str]:
+        """Of its newest attempt."""
+        return self.run("scontrol", "show", "hostnames", self.job(job_id)["NodeList"]).stdout.split()
+
     def wait(self, job_id: str, timeout_s: float = 300) -> dict[str, str]:
         """The job's record once it has ended."""
         deadline = time.monotonic() + timeout_s

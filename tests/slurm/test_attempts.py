@@ -17,6 +17,7 @@ from tests.slurm.jobs import (
     WAIT_ONCE,
     assert_came_back,
     assert_nothing_left,
+    kill_raylet,
     limit_to_this_minute,
     wait_for_driver,
     wait_until,
@@ -190,30 +191,42 @@ def test_a_node_whose_ray_does_not_come_up_is_named_at_the_deadline(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("num_nodes", [2, 1])
+@pytest.mark.parametrize(("num_nodes", "first_to_notice"), [(2, "Slurm"), (2, "Ray"), (1, "Slurm")])
 def test_the_node_of_the_batch_script_is_lost(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int, first_to_notice: str
 ) -> None:
-    """Slurm requeues the job: nothing of the launcher is left."""
+    """Slurm requeues the job: nothing of the launcher is left. The other node, which no attempt gets, cleans up."""
     job_id = submit(num_nodes, *WAIT_ONCE)
     out = tmp_path / f"out-{job_id}.txt"
     wait_for_driver(slurm, job_id, out)
-    assert slurm.job(job_id)["BatchHost"] == "n1"
-    slurm.power_off("n1")
+    head = slurm.job(job_id)["BatchHost"]
+    others = [host for host in slurm.nodes_of(job_id) if host != head]
+    slurm.power_off(head)
+    for host in others:
+        if first_to_notice == "Ray":
+            kill_raylet(slurm, host)
+        slurm.run("scontrol", "update", f"nodename={host}", "state=drain", "reason=test")
     try:
         wait_until("second attempt", lambda: slurm.job(job_id)["Restarts"] == "1", 300)
         job = slurm.wait(job_id)
     finally:
-        slurm.power_on("n1")
+        for host in others:
+            slurm.run("scontrol", "update", f"nodename={host}", "state=resume")
+        slurm.power_on(head)
     assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), out.read_text()
-    assert "n1" not in slurm.run("scontrol", "show", "hostnames", job["NodeList"]).stdout.split()
+    assert not {head, *others} & {*slurm.nodes_of(job_id)}
     logs = tmp_path / "logs"
     assert os.readlink(logs / job_id / "latest") == "attempt_1" and os.readlink(logs / "latest") == f"{job_id}/latest"
     assert (logs / "latest/driver.log").exists()
-    # What the first attempt left on the other node, too, and its token. Agents of a raylet that has lost its head look
-    # for it a minute long; where Slurm tracks processes by cgroups they end with the step.
+    # Of the first attempt: its token, too. Agents of a raylet that was killed look for the head a minute long; where
+    # Slurm tracks processes by cgroups they end with the step.
     assert_nothing_left(slurm, timeout_s=90)
     assert not list((logs / job_id).glob("attempt_*/.ray_token"))
+    first = logs / f"{job_id}/attempt_0"
+    for host in others:
+        assert list((first / f"ray/{host}").iterdir())
+        said = f"{host}: Slurm ends this job, and its head at 10.99.0.1{head[1:]}:6379 does not answer: Ray ends here"
+        assert (said in (first / f"node-{host}.log").read_text()) == (first_to_notice == "Slurm")
 
 
 @pytest.mark.full

@@ -22,6 +22,7 @@ from tests.slurm.jobs import (
     assert_came_back,
     assert_nothing_left,
     hosts_text,
+    kill_raylet,
     second_network,
     steps_by_host,
     wait_for_driver,
@@ -266,30 +267,22 @@ def test_a_job_is_preempted_loses_a_node_and_is_cancelled(
     def waiting_in_attempt(number: int) -> None:
         wait_until(f"attempt {number}", lambda: out.read_text().count("WAITING") == number + 1, 400, shown=out)
 
-    def nodes() -> list[str]:
-        return slurm.run("scontrol", "show", "hostnames", slurm.job(job_id)["NodeList"]).stdout.split()
-
     wait_for_driver(slurm, job_id, out)
     slurm.sbatch("-N4", "--exclusive", "--partition=main", "--output=/dev/null", "--wrap=true", cwd=tmp_path)
     waiting_in_attempt(1)
     assert "exit code 75: requeue" in out.read_text()
     assert f"SAVED SIGTERM {hosts_text(2)}\n" in out.read_text()
     assert slurm.job(job_id)["Restarts"] == "1"
-    (other,) = (host for host in nodes() if host != slurm.job(job_id)["BatchHost"])
+    (other,) = (host for host in slurm.nodes_of(job_id) if host != slurm.job(job_id)["BatchHost"])
     slurm.power_off(other)
     try:
         waiting_in_attempt(2)
     finally:
         slurm.power_on(other)
-    left = nodes()
+    left = slurm.nodes_of(job_id)
     assert other not in left
     slurm.run("scancel", job_id)
     assert_saved_and_ended_for_good(slurm, job_id, out, " ".join(left), restarts=2)
-
-
-def kill_raylet(slurm: MiniSlurm, host: str) -> None:
-    raylet = next(pid for pid, args in slurm.processes(host) if "raylet/raylet" in args.split()[0])
-    slurm.run("kill", "-KILL", str(raylet), host=host)
 
 
 @pytest.mark.full

@@ -246,7 +246,7 @@ def test_a_node_is_lost_and_the_job_comes_back_on_others(
     text = out.read_text()
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "1"), text
     assert f"resumed from {run_dir / 'global_step_1'}" in text
-    assert lost not in slurm.run("scontrol", "show", "hostnames", job["NodeList"]).stdout.split()
+    assert lost not in slurm.nodes_of(job_id)
     assert_same_numbers(run_dir, undisturbed(1))
     assert_same_weights(run_dir, undisturbed(2), tmp_path)
     assert_one_mlflow_run(run_dir, STEPS)

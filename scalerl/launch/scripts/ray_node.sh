@@ -134,6 +134,27 @@ processes_below() { # processes_below PID: "ends N" or "watching N" for each, PI
     }'
 }
 
+# The launcher is where the head is. Lost with its node it takes Ray's files off no other.
+head_is_gone() { # not reached three times, which takes 11 seconds at most
+  local tries
+  for ((tries = 0; tries < 3; tries++)); do
+    ((tries == 0)) || sleep 1
+    ! timeout 3 bash -c "exec 3<>/dev/tcp/${SCALERL_RAY_ADDRESS/://}" 2>/dev/null || return 1
+  done
+}
+# From TERM on. Slurm ends the job because of a lost node, or for another reason, and then the launcher says what happens.
+end_when_alone() { # end_when_alone HOST
+  trap '' TERM USR2
+  while kill -0 "$$" 2>/dev/null; do
+    if head_is_gone; then
+      echo "$1: Slurm ends this job, and its head at $SCALERL_RAY_ADDRESS does not answer: Ray ends here, too"
+      kill -USR2 "$$"
+      return
+    fi
+    sleep 2
+  done
+}
+
 start_ray() { # start_ray OPTION ...
   local name=${SLURMD_NODENAME:-$(hostname -s)} ip num_gpus cpus memory code topology extra=()
   ip=$(node_ip "$name") || exit
@@ -159,20 +180,22 @@ start_ray() { # start_ray OPTION ...
   # Slurm sends TERM to all steps when it cancels or preempts. The command is to save then, with a cluster that is whole:
   # Ray and all below it hold TERM back, and end by KILL when the step ends.
   trap '' TERM
-  local ray='' began note=
-  [[ $1 != --head ]] || note=note_session
+  local ray='' began note='' alone=
+  if [[ $1 == --head ]]; then note=note_session; else trap '[[ -n $alone ]] || { alone=1; end_when_alone "$name" & }' TERM; fi
   # It is repeated, and must not end what cleans up. A session that has only just begun is noted first, and nothing of Ray
   # is left that could write there.
-  trap 'trap "" USR2; if [[ -n $ray ]]; then end_with_all_below "$ray"; wait "$ray"; [[ -z $note ]] || $note "$ray" "$began"; fi; clean; exit 0' USR2
+  trap 'trap "" USR2 TERM; if [[ -n $ray ]]; then end_with_all_below "$ray"; wait "$ray"; [[ -z $note ]] || $note "$ray" "$began"; fi; clean; exit 0' USR2
   began=$(date +%F_%H-%M-%S)
-  python -c 'import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])' \
+  python -c 'import os, signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])' \
     "$SCALERL_VENV/bin/ray" start --block --node-ip-address="$ip" --node-name="$name" --num-cpus="$cpus" \
     --num-gpus="$num_gpus" --memory="$memory" --disable-usage-stats "${PORTS[@]}" "$@" ${extra[@]+"${extra[@]}"} &
   ray=$!
   [[ -z $note ]] || $note "$ray" "$began" &
-  wait "$ray"
-  code=$?
+  # TERM interrupts it.
+  while wait "$ray"; code=$?; ((code > 128)) && kill -0 "$ray" 2>/dev/null; do :; done
+  trap '' TERM
   note_end "$name" "$code"
+  if [[ $1 != --head ]] && head_is_gone; then clean; fi
   exit $code
 }
 
