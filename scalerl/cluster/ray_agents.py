@@ -71,5 +71,8 @@ def free_ports(count: int) -> list[int]:
                 continue
         ports.append(port)
     if len(ports) < count:
-        raise RuntimeError(f"Ray's agents need {count} free ports from {_FIRST} to {_LAST}, and there are {len(ports)}")
+        raise RuntimeError(
+            f"Ray's agents need {count} free ports from {_FIRST} to {_LAST}, and there are {len(ports)}: "
+            "end what holds them (ss -ltnp shows it)"
+        )
     return ports

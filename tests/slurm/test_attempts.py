@@ -202,11 +202,11 @@ def test_the_node_of_the_batch_script_is_lost(
     head = slurm.job(job_id)["BatchHost"]
     others = [host for host in slurm.nodes_of(job_id) if host != head]
     slurm.power_off(head)
-    for host in others:
-        if first_to_notice == "Ray":
-            kill_raylet(slurm, host)
-        slurm.run("scontrol", "update", f"nodename={host}", "state=drain", "reason=test")
     try:
+        for host in others:
+            if first_to_notice == "Ray":
+                kill_raylet(slurm, host)
+            slurm.run("scontrol", "update", f"nodename={host}", "state=drain", "reason=test")
         wait_until("second attempt", lambda: slurm.job(job_id)["Restarts"] == "1", 300)
         job = slurm.wait(job_id)
     finally:

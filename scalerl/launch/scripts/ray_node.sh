@@ -88,7 +88,7 @@ plan_ports() {
   PORTS+=("--min-worker-port=$first" "--max-worker-port=$last")
 }
 
-# What an attempt whose launcher was lost with its node has left here.
+# What an attempt that Slurm killed before it was done has left here.
 clean_earlier() {
   local note session
   for note in "${SCALERL_ATTEMPT_DIR%/*}"/attempt_*/.ray_session; do
@@ -181,21 +181,23 @@ start_ray() { # start_ray OPTION ...
   # Ray and all below it hold TERM back, and end by KILL when the step ends.
   trap '' TERM
   local ray='' began note='' alone=
-  if [[ $1 == --head ]]; then note=note_session; else trap '[[ -n $alone ]] || { alone=1; end_when_alone "$name" & }' TERM; fi
+  [[ $1 != --head ]] || note=note_session
   # It is repeated, and must not end what cleans up. A session that has only just begun is noted first, and nothing of Ray
   # is left that could write there.
   trap 'trap "" USR2 TERM; if [[ -n $ray ]]; then end_with_all_below "$ray"; wait "$ray"; [[ -z $note ]] || $note "$ray" "$began"; fi; clean; exit 0' USR2
   began=$(date +%F_%H-%M-%S)
-  python -c 'import os, signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])' \
+  python -c 'import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])' \
     "$SCALERL_VENV/bin/ray" start --block --node-ip-address="$ip" --node-name="$name" --num-cpus="$cpus" \
     --num-gpus="$num_gpus" --memory="$memory" --disable-usage-stats "${PORTS[@]}" "$@" ${extra[@]+"${extra[@]}"} &
   ray=$!
   [[ -z $note ]] || $note "$ray" "$began" &
-  # TERM interrupts it.
+  # Only now: Ray is to inherit that TERM is ignored. It interrupts the wait.
+  [[ $1 == --head ]] || trap '[[ -n $alone ]] || { alone=1; end_when_alone "$name" & }' TERM
   while wait "$ray"; code=$?; ((code > 128)) && kill -0 "$ray" 2>/dev/null; do :; done
   trap '' TERM
   note_end "$name" "$code"
-  if [[ $1 != --head ]] && head_is_gone; then clean; fi
+  # USR2 would clean a second time.
+  if [[ $1 != --head ]] && head_is_gone; then trap '' USR2; clean; fi
   exit $code
 }
 
