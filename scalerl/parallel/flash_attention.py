@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
@@ -72,7 +73,7 @@ def take_up(impl: str, capabilities: Collection[tuple[int, int]] = ()) -> Refusa
 
     capabilities: compute capabilities of the GPUs that it shall run on.
     """
-    if (refusal := gpu_refusal(impl, capabilities)) is not None:
+    if (refusal := gpu_refusal(impl, capabilities) or torch_refusal(impl)) is not None:
         return refusal
     if impl == "FA4":
         # In torch 2.13 this is written for versions of flash-attn-4 that return less.
@@ -94,6 +95,15 @@ def visible_capabilities() -> list[tuple[int, int]]:
 
 def import_refusal(impl: str, error: object) -> Refusal:
     return Refusal(f"{IMPLS[impl].module} cannot be imported ({error})", f"install {IMPLS[impl].package}")
+
+
+def torch_refusal(impl: str) -> Refusal | None:
+    """Why the installed torch cannot call that implementation with the same numbers for every packing."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if "num_splits" in inspect.signature(varlen_attn).parameters:
+        return None
+    return Refusal(f"torch {torch.__version__} cannot fix how {impl} splits a sequence's keys", "install torch 2.13")
 
 
 def gpu_refusal(impl: str, capabilities: Collection[tuple[int, int]]) -> Refusal | None:

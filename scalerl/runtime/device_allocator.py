@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from scalerl.runtime.process_environment import without_expandable_segments
+from scalerl.runtime.process_environment import ALLOCATOR, without_expandable_segments
 
 _OFF = "expandable_segments:False"
 
@@ -23,7 +24,7 @@ def outside_of_expandable_segments() -> Iterator[None]:
 
     It holds for all threads of the process. Other settings stay as the user has set them.
     """
-    given = torch._C._accelerator_getAllocatorSettings()
+    given = _settings()
     rest = without_expandable_segments(given)
     if rest == given.strip(", "):
         yield
@@ -34,3 +35,10 @@ def outside_of_expandable_segments() -> Iterator[None]:
         yield
     finally:
         torch._C._accelerator_setAllocatorSettings(given)
+
+
+def _settings() -> str:
+    """The settings of torch's allocator; torch 2.11 tells only what the environment sets."""
+    if hasattr(torch._C, "_accelerator_getAllocatorSettings"):
+        return torch._C._accelerator_getAllocatorSettings()
+    return next((os.environ[name] for name in reversed(ALLOCATOR) if name in os.environ), "")

@@ -99,7 +99,10 @@ class Placement(Protocol):
 
 
 class AsSent:
-    """The placement of an engine with one rank, which stores every tensor under its own name."""
+    """The placement of an engine with one rank, which stores every tensor under its own name.
+
+    Such an engine hashes the bytes on the host, on whatever device its weights are.
+    """
 
     num_ranks = 1
 
@@ -107,8 +110,9 @@ class AsSent:
         return dtype
 
     def parts(self, name: str, tensor: Tensor, ranks: Sequence[int]) -> Iterator[tuple[int, TensorPlace, Tensor]]:
+        on_host = tensor.cpu()
         for rank in ranks:
-            yield rank, TensorPlace(name), tensor
+            yield rank, TensorPlace(name), on_host
 
 
 class ExpectedChecksums:

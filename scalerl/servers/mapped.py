@@ -132,9 +132,14 @@ def read(handle: dict[str, Any]) -> list[tuple[str, Tensor]]:
         if memory.identity != identity:
             raise FileNotFoundError(f"{path} is not the memory of the trainer that sent these weights: it has ended")
         _attached[path] = memory
+    return views_of(memory.flat, handle["tensors"])
+
+
+def views_of(flat: Tensor, tensors: Sequence[tuple[str, str, Sequence[int], int]]) -> list[tuple[str, Tensor]]:
+    """Views of tensors (name, dtype, shape, first byte) in flat, uint8 [bytes]."""
     named = []
-    for name, dtype_name, shape, start in handle["tensors"]:
+    for name, dtype_name, shape, start in tensors:
         dtype = getattr(torch, dtype_name)
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        named.append((name, memory.flat[start : start + num_bytes].view(dtype).view(shape)))
+        named.append((name, flat[start : start + num_bytes].view(dtype).view(torch.Size(shape))))
     return named

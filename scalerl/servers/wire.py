@@ -24,9 +24,8 @@ EVENT_END = b"\n\n"
 DATA = b"data: "
 LAST_EVENT = b"[DONE]"
 
-# `load_format` of a bucket as SGLang reads it (`weights.flattened_text`), and of one that the embedded engine maps.
+# `load_format` of a bucket as SGLang reads it (`weights.flattened_text`).
 FLATTENED = "flattened_bucket"
-MAPPED = "mapped"
 
 
 async def read_events(chunks: AsyncIterable[bytes], who: str) -> AsyncGenerator[dict[str, Any], None]:

@@ -93,11 +93,14 @@ def start_server(tmp_path: Path) -> Iterator[Callable[[Path], RolloutClient]]:
 
 
 def generate(client: RolloutClient, max_new_tokens: int = 16) -> list[GenerateOutput]:
-    """Greedy, in the order of PROMPTS."""
+    """Greedy, in the order of PROMPTS, side by side."""
     sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True)
-    requests = [GenerateRequest(row, prompt, 1, sampling) for row, prompt in enumerate(PROMPTS)]
+
+    async def ask(row: int, prompt: list[int]) -> GenerateOutput:
+        (output,) = [output async for output in client.generate([GenerateRequest(row, prompt, 1, sampling)])]
+        return output
 
     async def collect() -> list[GenerateOutput]:
-        return [output async for output in client.generate(requests)]
+        return await asyncio.gather(*(ask(row, prompt) for row, prompt in enumerate(PROMPTS)))
 
-    return sorted(asyncio.run(collect()), key=lambda output: output.request_id)
+    return asyncio.run(collect())

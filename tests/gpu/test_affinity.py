@@ -24,7 +24,11 @@ def move() -> tuple[set[int], set[int], set[int], int]:
     pynvml.nvmlInit()
     # By its identity, as the library counts GPUs that this process does not see.
     handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
-    masks = pynvml.nvmlDeviceGetCpuAffinity(handle, max(before) // 64 + 1)
+    try:
+        masks = pynvml.nvmlDeviceGetCpuAffinity(handle, max(before) // 64 + 1)
+    except pynvml.NVMLError_NotSupported:
+        # A virtual machine may hide where its GPU is; then every core is as near as any other.
+        masks = [-1 & 2**64 - 1] * (max(before) // 64 + 1)
     named = {64 * word + bit for word, mask in enumerate(masks) for bit in range(64) if mask >> bit & 1}
     return before, os.sched_getaffinity(0), named, torch.get_num_threads()
 

@@ -88,10 +88,10 @@ def reference(model: Path) -> dict[str, Any]:
     return run_isolated(train, str(model), "float32", device="cpu")
 
 
-def assert_learned(outcome: dict[str, Any]) -> None:
-    """Else both sides could agree on doing nothing."""
+def assert_learned(outcome: dict[str, Any], below: float = 0.5) -> None:
+    """Else both sides could agree on doing nothing.  below: the last loss, of the first."""
     losses = [update["train/loss"] for update in outcome["updates"]]
-    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.5 * losses[0]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < below * losses[0]
 
 
 def test_float32_on_cuda_gives_the_numbers_of_the_cpu(model: Path, reference: dict[str, Any]) -> None:

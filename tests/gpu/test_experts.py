@@ -24,8 +24,11 @@ from tests.tiny_models import make_tiny_model
 EXPERTS, HIDDEN, FFN = 8, 256, 128
 # bfloat16 rounds each number by up to 2^-9 = 0.002 of itself; a few such errors follow each other.
 FORWARD_BOUND, GRADIENT_BOUND = 0.01, 0.02
-# About three times the distance of the engine in bfloat16 on a CPU: 0.018, 0.107 (nats); 0.0022, 0.0165 (of the value).
+# About twice to three times the distance of the engine in bfloat16 on a CPU: 0.017, 0.157 (nats); 0.0038, 0.017 (of
+# the value).
 ENGINE_BOUNDS = {"before": 0.055, "after": 0.32, "loss": 0.007, "norm": 0.05}
+# The last loss of the first: 0.557 in float32 on a CPU.
+LEARNED = 0.6
 
 
 @pytest.mark.parametrize("sizes", [(64, 1, 300, 17, 2, 90, 33, 5), (0, 700, 0, 0, 5, 0, 0, 1)])
@@ -71,6 +74,6 @@ def reference(model: str) -> dict[str, Any]:
 )
 def test_an_engine_with_experts_stays_near_float32_on_the_cpu(model: str, reference: dict[str, Any], impl: str) -> None:
     outcome = run_isolated(train, model, "bfloat16", impl, device="cuda")
-    assert_learned(outcome)
+    assert_learned(outcome, LEARNED)
     distance = distances(outcome, reference)
     assert all(distance[name] < bound for name, bound in ENGINE_BOUNDS.items()), distance

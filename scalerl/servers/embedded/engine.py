@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import queue
 import threading
 import traceback
@@ -325,11 +324,6 @@ class DecodingEngine:
             if not self._session_open:
                 raise RefusedError("no weight-update session is open; call begin_weight_update first")
             self._session_open = False
-
-    def update_weights(self, blob: str, policy_version: str | None) -> None:
-        """Loads one bucket of a session; none of it if a name is unknown or a shape is wrong."""
-        self.require_session("update_weights_from_tensor")
-        self.load(safetensors.torch.load(base64.b64decode(blob, validate=True)), policy_version)
 
     def require_session(self, work: str) -> None:
         with self._changed:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import itertools
 import json
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from operator import itemgetter
 from typing import Any
@@ -17,12 +18,13 @@ from scalerl.garbage import frozen_imports
 from scalerl.optional_imports import torch_compiler_when_needed, without
 from scalerl.servers.access import OPEN_PATH, is_authorized, take_key
 from scalerl.servers.process import address_family
-from scalerl.servers.wire import DATA, EVENT_END, FLATTENED, LAST_EVENT, MAPPED
+from scalerl.servers.wire import DATA, EVENT_END, FLATTENED, LAST_EVENT
 
 with frozen_imports():
+    import safetensors.torch
     import torch
 
-    from scalerl.servers.mapped import read
+    from scalerl.servers import device_memory, mapped
     from scalerl.servers.update_group import broadcast, join_group, leave_group, num_bytes, reach_store, unpack_bytes
 
     # transformers, which the engine imports, would import these: a third of a start.
@@ -114,11 +116,8 @@ class Endpoints:
         blobs = body["serialized_named_tensors"]
         if len(blobs) != 1:
             raise RefusedError(f"{len(blobs)} buckets for the 1 rank of the embedded engine")
-        if body.get("load_format") == MAPPED:
-            self._engine.require_session("update_weights_from_tensor")
-            self._engine.load(dict(read(json.loads(blobs[0]))), body.get("weight_version"))
-        else:
-            self._engine.update_weights(blobs[0], body.get("weight_version"))
+        self._engine.require_session("update_weights_from_tensor")
+        self._engine.load(_opened(blobs[0], self._engine.device), body.get("weight_version"))
         return SUCCESS
 
     def _join_group(self, body: dict[str, Any]) -> Any:
@@ -176,6 +175,14 @@ class Endpoints:
             raise RefusedError(f"pause mode {body['mode']!r}: the embedded engine knows abort only")
         self._engine.pause()
         return SUCCESS
+
+
+def _opened(blob: str, device: torch.device) -> Mapping[str, torch.Tensor]:
+    """The tensors of a bucket, given by `EmbeddedEngine.serialize`."""
+    if not blob.startswith("{"):
+        return safetensors.torch.load(base64.b64decode(blob, validate=True))
+    handle = json.loads(blob)
+    return dict(device_memory.read(handle, device) if "gpu" in handle else mapped.read(handle))
 
 
 class Handler(BaseHTTPRequestHandler):

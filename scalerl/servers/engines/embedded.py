@@ -5,14 +5,12 @@ from __future__ import annotations
 import base64
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from scalerl.servers.context_length import check_context_length
 from scalerl.servers.engines.base import Command, Engine, Launch
 from scalerl.servers.engines.protocol import Call
 from scalerl.servers.requests import GenerateRequest
-from scalerl.servers.wire import MAPPED
 
 if TYPE_CHECKING:
     import torch
@@ -59,21 +57,18 @@ class EmbeddedEngine(Engine):
         return super().sampling_params(request, slot) | draw
 
     def serialize(self, bucket: Bucket) -> str:
-        """A bucket as text: the handle of mapped memory, or the values."""
+        """A bucket as text: the handle of mapped memory or of device memory, or the values."""
         if bucket.shared is not None:
             return bucket.shared.handle()
+        if bucket.named[0][1].is_cuda:
+            from scalerl.servers.device_memory import handle_of
+            from scalerl.servers.weights import flatten
+
+            return handle_of(*flatten(bucket.named))
         import safetensors.torch
 
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in bucket.named}
         return base64.b64encode(safetensors.torch.save(tensors)).decode("ascii")
-
-    def update_weights(
-        self, blobs: Sequence[str], *, flush_cache: bool, policy_version: int | None, is_mapped: bool
-    ) -> Call:
-        call = super().update_weights(
-            blobs, flush_cache=flush_cache, policy_version=policy_version, is_mapped=is_mapped
-        )
-        return replace(call, body={**(call.body or {}), "load_format": MAPPED}) if is_mapped else call
 
     def expected_checksums(
         self,

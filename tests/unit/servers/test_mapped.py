@@ -19,7 +19,6 @@ from scalerl.servers.engines import ENGINES
 from scalerl.servers.engines.sglang import MAPPED_LOADER
 from scalerl.servers.mapped import BucketPlace, MappedBytes
 from scalerl.servers.weights import Bucket, flat_layout
-from scalerl.servers.wire import MAPPED
 
 NAMED = [
     ("a", torch.arange(5, dtype=torch.bfloat16)),
@@ -126,8 +125,6 @@ def test_a_bucket_in_it_is_sent_without_a_copy_or_as_values() -> None:
     assert bucket.is_mapped and ENGINES["sglang"].serialize(bucket) == place.serialize()
     call = ENGINES["sglang"].update_weights(["text"], flush_cache=True, policy_version=1, is_mapped=True)
     assert call.body is not None and call.body["load_format"] == MAPPED_LOADER
-    call = ENGINES["embedded"].update_weights(["text"], flush_cache=True, policy_version=1, is_mapped=True)
-    assert call.body is not None and call.body["load_format"] == MAPPED
     read = dict(mapped.read(json.loads(ENGINES["embedded"].serialize(bucket))))
     assert torch.equal(read["c"], NAMED[2][1])
     values = ENGINES["embedded"].serialize(Bucket(bucket.named))
