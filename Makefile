@@ -35,7 +35,7 @@ MAIN := -m "not full"
 QUICK := --hypothesis-profile=quick
 
 .DEFAULT_GOAL := help
-.PHONY: help torch setup quickstart setup-gpu quickstart-gpu check test test-all lint types format clean
+.PHONY: help torch setup quickstart setup-gpu quickstart-gpu gpu check test test-all lint types format clean
 .PHONY: unit types-beside unit-beside services
 
 help: ## this list
@@ -95,6 +95,12 @@ setup-gpu: $(GPU_VENV)/.scalerl-installed ## make .venv-gpu with requirements/gp
 quickstart-gpu: $(if $(filter $(GPU_VENV)/%,$(GPU_PYTHON)),setup-gpu) ## doctor --gpu, then the quickstart on a GPU (DEVICES=8: on eight)
 	$(GPU_PYTHON) -m scalerl.cli doctor --gpu
 	$(GPU_PYTHON) examples/arithmetic/quickstart.py --gpus $(DEVICES) --out outputs/quickstart-gpu
+
+LIMIT ?= 1800
+OUT ?= outputs/gpu
+
+gpu: $(if $(filter $(GPU_VENV)/%,$(GPU_PYTHON)),setup-gpu) ## what one GPU can show, in LIMIT seconds, into OUT (outputs/gpu)
+	$(GPU_PYTHON) benchmarks/gpu.py --limit-s $(LIMIT) --out $(OUT)
 
 # Two targets side by side, neither of which ends the other. A shell's `&` would make their processes ignore Ctrl-C.
 BESIDE = +@$(MAKE) --no-print-directory --keep-going --jobs=2

@@ -4,6 +4,7 @@ python benchmarks/checkpoint.py                       # a model of 0.1 billion p
 python benchmarks/checkpoint.py --model quickstart --dtype float32
 python benchmarks/checkpoint.py --model 1gb --directory /data
 python benchmarks/checkpoint.py --model 1gb --cold    # what is read is not in the page cache
+python benchmarks/checkpoint.py --device cuda --model 1.7b    # one rank, and what of its GPU's memory
 
 A save is `save_engine` (digests, one fsync for each rank) and the commit of the directory; dd writes as many bytes with
 conv=fsync. A save in the background (`trainer.async_save`) stops the run until it has begun; what each rank writes is
@@ -36,7 +37,7 @@ from merge import evict, one_core, resident
 from updates import MODELS, make_model
 
 # Width and layers; the second has 0.5 billion parameters, 1 GB in bfloat16. quickstart: of examples/arithmetic.
-SIZES = {"0.1b": (768, 12), "1gb": (1536, 18), "quickstart": None}
+SIZES = {"0.1b": (768, 12), "1gb": (1536, 18), "quickstart": None, "0.6b": (1024, 28), "1.7b": (2048, 28)}
 # Of the update right after a save; the fewer, the sooner it changes the weights.
 ROW_TOKENS = 64
 LAYOUTS = {"1": (1, 1), "dp2": (2, 1), "tp2": (2, 2)}
@@ -47,14 +48,17 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--model", choices=SIZES, default="0.1b")
     parser.add_argument("--hidden", type=int, default=None, help="another width than that of --model")
     parser.add_argument("--layers", type=int, default=None)
-    parser.add_argument("--layout", choices=LAYOUTS, default="dp2")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--layout", choices=LAYOUTS, help="default: dp2 on a CPU, 1 on a GPU")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cold", action="store_true", help="remove what is read from the page cache before each")
     parser.add_argument("--directory", default=None, help="where to write; default: for temporary files")
-    parser.add_argument("--out", help="result file; default benchmarks/results/DATE-checkpoint-cpu.json")
+    parser.add_argument("--out", help="result file; default benchmarks/results/DATE-checkpoint-DEVICE.json")
     record.add_now(parser)
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    args.layout = args.layout or ("dp2" if args.device == "cpu" else "1")
+    return args
 
 
 def of_rank(
@@ -66,14 +70,14 @@ def of_rank(
 
     from scalerl.checkpoint import store
     from scalerl.config.schema import MegatronConfig, OptimConfig
-    from scalerl.parallel import checkpoint
+    from scalerl.parallel import checkpoint, platform
     from scalerl.parallel.background_save import BackgroundSave
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.parallel.layout import Layout, initialize
     from scalerl.protocol import DataProto, Jagged
 
     world_size, tp_size = layout
-    groups = initialize(Layout(world_size, tp_size), backend="gloo", timeout_s=600, seed=1)
+    groups = initialize(Layout(world_size, tp_size), backend=platform.backend(), timeout_s=600, seed=1)
     engine = MegatronEngine(model, MegatronConfig(dtype=dtype), groups, optim=OptimConfig())
     row = DataProto({"input_ids": Jagged.from_list([torch.arange(ROW_TOKENS)], torch.int64)})
     seconds_by_repeat, beside = [], BackgroundSave()
@@ -120,7 +124,7 @@ def _slowest(*calls: Callable[[], object]) -> list[float]:
         start = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - start)
-    slowest = torch.tensor(seconds, dtype=torch.float64)
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=torch.cuda.current_device())
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return slowest.tolist()
 
@@ -144,7 +148,7 @@ def _wait_of_update(engine: Any, row: Any) -> float:
 
     engine.before_change = before_change
     engine.update(row, [range(1)], loss, temperature=1.0)
-    slowest = torch.tensor(waited)
+    slowest = torch.tensor(waited, device=torch.cuda.current_device())
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return slowest.item()
 
@@ -154,19 +158,27 @@ class _timed:
         self.seconds, self.name = seconds, name
 
     def __enter__(self) -> None:
+        import torch
         import torch.distributed as dist
 
         dist.barrier()
+        self.on_gpu = torch.cuda.is_available()
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+            self.allocated = torch.cuda.memory_allocated()
         self.before = resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         self.start = time.perf_counter()
 
     def __exit__(self, *_: Any) -> None:
+        import torch
         import torch.distributed as dist
 
         dist.barrier()
         self.seconds[self.name] = time.perf_counter() - self.start
         self.seconds[f"{self.name}_peak_bytes"] = resident("VmHWM") - self.before
+        peak = torch.cuda.max_memory_allocated() - self.allocated if self.on_gpu else 0
+        self.seconds[f"{self.name}_gpu_peak_bytes"] = peak
 
 
 def make(model: str, args: argparse.Namespace) -> None:
@@ -177,7 +189,8 @@ def make(model: str, args: argparse.Namespace) -> None:
         subprocess.run([sys.executable, str(script), "--out", model], check=True, stdout=subprocess.DEVNULL)
         return
     hidden, layers = args.hidden or sizes[0], args.layers or sizes[1]
-    make_model(model, MODELS["17m"].with_width(hidden, layers), args.dtype, 2048, "cpu", 0)
+    like = MODELS.get(args.model, MODELS["17m"])
+    make_model(model, like.with_width(hidden, layers), args.dtype, 2048, args.device, 0)
 
 
 def predicted_gb_per_s(rates: dict[str, float], ranks: int, dd_write: float, dd_read: float | None) -> dict[str, float]:
@@ -200,17 +213,22 @@ def dd(commands: list[list[str]]) -> float:
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     args = parse(arguments)
-    ran_on = record.machine("cpu", now=args.now)
-    from tests.dist.launch import run_ranks
+    ran_on = record.machine(args.device, now=args.now)
 
     layout = LAYOUTS[args.layout]
     with tempfile.TemporaryDirectory(dir=args.directory) as root:
         model, run = f"{root}/model", f"{root}/run"
         rates = one_core(Path(root))
         make(model, args)
-        ranks = run_ranks(
-            layout[0], of_rank, model, layout, args.dtype, run, args.repeats, args.cold, timeout_s=3600.0, fresh=True
-        )
+        job = (layout[0], of_rank, model, layout, args.dtype, run, args.repeats, args.cold)
+        if args.device == "cuda":
+            from tests.gpu.isolated import run_isolated_ranks
+
+            ranks = run_isolated_ranks(*job, device="cuda")
+        else:
+            from tests.dist.launch import run_ranks
+
+            ranks = run_ranks(*job, timeout_s=3600.0, fresh=True)
         files = sorted(Path(run).glob("global_step_*/actor/dist_ckpt/*.distcp"))
         size = sum(file.stat().st_size for file in files)
         writes, reads = [], []
@@ -252,9 +270,12 @@ def main(arguments: list[str] | None = None) -> int:
         "blocking_share": record.spread(
             [(begin + wait) / save for begin, wait, save in zip(begins, waits, saves, strict=True)]
         ),
-        "peak_bytes_of_a_rank": {
-            name: max(of_run[f"{name}_peak_bytes"] for rank in ranks for of_run in rank)
-            for name in ("save", "load", "copy", "write")
+        **{
+            f"{peak}_of_a_rank": {
+                name: max(of_run[f"{name}_{peak}"] for rank in ranks for of_run in rank)
+                for name in ("save", "load", "copy", "write")
+            }
+            for peak in ("peak_bytes", "gpu_peak_bytes")
         },
     }
     rows = [("checkpoint", f"{size / 1e9:.2f} GB", f"{len(files)} files")]
@@ -268,7 +289,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows.append(("async save", f"{begin_s + wait_s:.3f} s", f"that the run waits: {share:.3f} of a save"))
     rows.append(("  begin, wait", f"{begin_s:.3f} s, {wait_s:.3f} s", f"copied in {copy_s:.3f} s"))
     print(record.table(rows))
-    return record.keep("checkpoint", arguments, vars(args), ran_on, result, device="cpu")
+    return record.keep("checkpoint", arguments, vars(args), ran_on, result, device=args.device)
 
 
 if __name__ == "__main__":

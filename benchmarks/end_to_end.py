@@ -1,7 +1,7 @@
 """Seconds by phase and tokens per second of the whole RL step, with the limits of the machine beside them.
 
 python benchmarks/end_to_end.py                                   # CPU: 2 ranks (tp 2) and one SGLang server
-python benchmarks/end_to_end.py --prompts 256 --mini-batch 64     # one GPU: 1 rank, bfloat16
+python benchmarks/end_to_end.py --model 0.6b --prompts 32 -- data.max_response_length=256       # one GPU, bfloat16
 python benchmarks/end_to_end.py -- actor_rollout_ref.model.path=MODEL data.max_response_length=512   # any override
 
 Runs the trainer as a user does (`python -m scalerl.trainer.main_ppo`) on examples/arithmetic, from an untrained model,
@@ -22,15 +22,18 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import record
 from limits import copy_bytes_per_s, matmul_flops
+from updates import MODELS, make_model
 
 EXAMPLE = record.REPOSITORY / "examples" / "arithmetic"
 TIMEOUT_S = 3600.0
+CORRELATION = "training/rollout_actor_probs_pearson_corr"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 def parse(arguments: list[str], device: str) -> argparse.Namespace:
     on_cpu = device == "cpu"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, help="random weights, and responses that end at their limit")
     parser.add_argument("--steps", type=int, default=10, help="timed RL steps")
     parser.add_argument("--warmup", type=int, default=2, help="untimed steps before them")
     parser.add_argument("--prompts", type=int, default=64, help="prompts of a step")
@@ -88,6 +91,8 @@ def run_trainer(options: argparse.Namespace, device: str, directory: Path) -> No
 
     run(str(EXAMPLE / "make_data.py"), "--out", str(directory))
     run(str(EXAMPLE / "make_model.py"), "--out", str(directory / "model"))
+    if options.model:
+        make_model(str(directory / "model"), MODELS[options.model], options.dtype, 2048, device, 0)
     run("-m", "scalerl.trainer.main_ppo", *trainer_overrides(options, device, directory))
 
 
@@ -105,6 +110,7 @@ def trainer_overrides(options: argparse.Namespace, device: str, directory: Path)
         f"{ROLLOUT}.name={options.rollout}",
         f"{ROLLOUT}.n={options.n}",
         f"{ROLLOUT}.dtype={options.dtype}",
+        f"{ROLLOUT}.ignore_eos={str(options.model is not None).lower()}",
         f"custom_reward_function.path={EXAMPLE}/reward.py",
         f"trainer.device={device}",
         f"trainer.n_gpus_per_node={options.world}",
@@ -167,6 +173,8 @@ def summarize(
         "tokens_per_s": _rate(tokens, steps, "step"),
         "rollout_tokens_per_s": _rate(response_tokens, steps, "gen"),
         "update_tokens_per_s": _rate(tokens, steps, "update_actor"),
+        # Of the sampler's and the trainer's probabilities of the same tokens.
+        "probability_correlation": record.spread([step[CORRELATION] for step in steps]),
         "weight_sync_gb": gigabytes,
         "weight_sync_gb_per_s": gigabytes / seconds[send]["median"],
         "limits": {

@@ -168,10 +168,10 @@ def expected_checksums(
 
 def flattened_text(named_tensors: NamedTensors) -> str:
     """Copies tensors into memory that a server opens, and returns its handle as text in sglang's format."""
-    return _sglang_text(*flatten(named_tensors))
+    return _sglang_text(*flat_bucket(named_tensors))
 
 
-def flatten(named_tensors: NamedTensors) -> tuple[Tensor, list[BucketEntry]]:
+def flat_bucket(named_tensors: NamedTensors) -> tuple[Tensor, list[BucketEntry]]:
     """Copies tensors into uint8 [bytes], on a CPU in shared memory; returns it and its entries."""
     entries, num_bytes = flat_layout([(name, tensor.shape, tensor.dtype) for name, tensor in named_tensors])
     flat = _memory_for_a_server(num_bytes, named_tensors[0][1].device)

@@ -1,8 +1,6 @@
 """A rank runs on the cores near its GPU.
 
-NOT RUN YET on a GPU: written from torch's sources on a machine without one.
-
-    python -m pytest tests/gpu/test_affinity.py -q
+python -m pytest tests/gpu/test_affinity.py -q
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     pytest tests/gpu/test_background_save.py
 
-NOT RUN YET on a GPU; on a CPU tests/dist/test_background_save.py runs the same code, where there are no streams.
+On a CPU tests/dist/test_background_save.py runs the same code, where there are no streams.
 """
 
 from __future__ import annotations

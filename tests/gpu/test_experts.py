@@ -1,8 +1,8 @@
 """A rank's experts on CUDA against one expert after the other in float32: torch's grouped matrix products, and an
 engine with these and with Transformer Engine's grouped linear layers (`moe_experts_impl`).
 
-NOT RUN YET on a GPU: written from the sources of torch, of megatron-core 0.16.1 and of transformer-engine 2.20.2 on a
-machine without one; what needs no GPU is in tests/unit/parallel/test_experts.py and tests/dist/test_te_experts.py.
+The case of Transformer Engine has NOT RUN YET; what needs no GPU is in tests/unit/parallel/test_experts.py and
+tests/dist/test_te_experts.py.
 
     python -m pytest tests/gpu/test_experts.py -q
 """

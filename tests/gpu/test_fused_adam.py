@@ -2,7 +2,7 @@
 
     pytest tests/gpu/test_fused_adam.py
 
-NOT RUN YET on a GPU; on a CPU tests/dist/test_fused_adam.py runs the same kernel's CPU version through the same code.
+On a CPU tests/dist/test_fused_adam.py runs the same kernel's CPU version through the same code.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """An engine over several GPUs against one: NCCL's exchanges of every layout, pipelines' batched sends, experts.
 
-NOT RUN YET on a GPU: written from the sources on a machine without one. The ranks run what tests/dist runs on the CPU
-(test_layout_invariance.py), on as many GPUs as there are.
+The ranks run what tests/dist runs on the CPU (test_layout_invariance.py), on as many GPUs as there are. NOT RUN YET on
+two GPUs or more.
 
     python -m pytest tests/gpu/test_layouts.py -q
 """

@@ -2,7 +2,7 @@
 
     pytest tests/gpu/test_memory_and_checkpoint.py
 
-NOT RUN YET on a GPU; for a CPU's operations tests/dist/test_memory_plan.py and test_checkpoint.py have the same.
+For a CPU's operations tests/dist/test_memory_plan.py and test_checkpoint.py have the same.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     pytest tests/gpu/test_offload.py
 
-NOT RUN YET on a GPU; on a CPU tests/dist/test_offload.py runs the same code, where no memory is pinned.
+On a CPU tests/dist/test_offload.py runs the same code, where no memory is pinned.
 """
 
 from __future__ import annotations

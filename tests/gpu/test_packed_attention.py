@@ -1,6 +1,6 @@
 """PackedAttention on CUDA (one variable-length flash call) against float32 attention of each sequence by itself.
 
-NOT RUN YET on a GPU: written from the sources of torch 2.11 and 2.13 on a machine without one. The call's arguments are
+The call's arguments are
 checked everywhere in tests/unit/parallel/test_flash_call.py.
 
     python -m pytest tests/gpu/test_packed_attention.py -q

@@ -2,7 +2,7 @@
 
     python -m pytest tests/gpu/test_profile.py -q
 
-NOT RUN YET on a GPU: written from torch's sources on a machine without one. What is asked of CUDA, and in which order,
+What is asked of CUDA, and in which order,
 tests/unit/controller/test_profile.py shows on a CPU.
 """
 

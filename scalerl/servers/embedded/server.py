@@ -24,7 +24,7 @@ with frozen_imports():
     import safetensors.torch
     import torch
 
-    from scalerl.servers import device_memory, mapped
+    from scalerl.servers import cuda_ipc, mapped
     from scalerl.servers.update_group import broadcast, join_group, leave_group, num_bytes, reach_store, unpack_bytes
 
     # transformers, which the engine imports, would import these: a third of a start.
@@ -182,7 +182,7 @@ def _opened(blob: str, device: torch.device) -> Mapping[str, torch.Tensor]:
     if not blob.startswith("{"):
         return safetensors.torch.load(base64.b64decode(blob, validate=True))
     handle = json.loads(blob)
-    return dict(device_memory.read(handle, device) if "gpu" in handle else mapped.read(handle))
+    return dict(cuda_ipc.open_bucket(handle, device) if "gpu" in handle else mapped.read(handle))
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -61,10 +61,10 @@ class EmbeddedEngine(Engine):
         if bucket.shared is not None:
             return bucket.shared.handle()
         if bucket.named[0][1].is_cuda:
-            from scalerl.servers.device_memory import handle_of
-            from scalerl.servers.weights import flatten
+            from scalerl.servers.cuda_ipc import handle_of
+            from scalerl.servers.weights import flat_bucket
 
-            return handle_of(*flatten(bucket.named))
+            return handle_of(*flat_bucket(bucket.named))
         import safetensors.torch
 
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in bucket.named}

@@ -18,7 +18,7 @@ from scalerl.servers.mapped import TensorEntry, views_of
 
 
 def handle_of(flat: Tensor, entries: Sequence[TensorEntry]) -> str:
-    """A handle of a bucket in device memory as JSON text; `read` opens it once, in another process.
+    """A handle of a bucket in device memory as JSON text; `open_bucket` opens it once, in another process.
 
     flat: uint8 [bytes] on CUDA, outside of expandable segments; it lives until the other process drops it.
     """
@@ -35,7 +35,7 @@ def handle_of(flat: Tensor, entries: Sequence[TensorEntry]) -> str:
     return json.dumps(handle)
 
 
-def read(handle: dict[str, Any], device: torch.device) -> list[tuple[str, Tensor]]:
+def open_bucket(handle: dict[str, Any], device: torch.device) -> list[tuple[str, Tensor]]:
     """Views of a bucket's tensors on this process's GPU.  Raises ValueError for a handle of another GPU."""
     if _uuid(device) != handle["gpu"]:
         raise ValueError(f"the weights are on GPU {handle['gpu']}, this server runs on GPU {_uuid(device)}")

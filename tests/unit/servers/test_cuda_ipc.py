@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from scalerl.servers import device_memory
+from scalerl.servers import cuda_ipc
 from scalerl.servers.checksums import AsSent, ExpectedChecksums, tensor_checksum
 from scalerl.servers.engines import ENGINES
-from scalerl.servers.weights import flatten
+from scalerl.servers.weights import flat_bucket
 
 NAMED = [
     ("model.norm.weight", torch.arange(5, dtype=torch.bfloat16)),
@@ -42,13 +42,13 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", share)
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", staticmethod(open_shared))
-    monkeypatch.setattr(device_memory, "_uuid", lambda device: f"GPU-{device.index or 0}")
+    monkeypatch.setattr(cuda_ipc, "_uuid", lambda device: f"GPU-{device.index or 0}")
     return calls
 
 
 def test_a_bucket_is_opened_by_what_its_sender_shares(opened: list[tuple[Any, ...]]) -> None:
-    text = device_memory.handle_of(*flatten(NAMED))
-    named = device_memory.read(json.loads(text), torch.device("cpu"))
+    text = cuda_ipc.handle_of(*flat_bucket(NAMED))
+    named = cuda_ipc.open_bucket(json.loads(text), torch.device("cpu"))
     assert opened == [SHARED]
     assert [name for name, _ in named] == [name for name, _ in NAMED]
     for (_, mine), (_, theirs) in zip(named, NAMED, strict=True):
@@ -56,9 +56,9 @@ def test_a_bucket_is_opened_by_what_its_sender_shares(opened: list[tuple[Any, ..
 
 
 def test_a_server_on_another_gpu_refuses_it(opened: list[tuple[Any, ...]]) -> None:
-    handle = json.loads(device_memory.handle_of(*flatten(NAMED)))
+    handle = json.loads(cuda_ipc.handle_of(*flat_bucket(NAMED)))
     with pytest.raises(ValueError, match=r"GPU-0.*GPU-3"):
-        device_memory.read(handle, torch.device("cuda", 3))
+        cuda_ipc.open_bucket(handle, torch.device("cuda", 3))
     assert opened == []
 
 
