@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,19 @@ def test_a_model_whose_heads_do_not_fit_the_ranks_of_a_server(here):
         check_generation(config(*sizes))
     (heads,) = caught.value.violations
     assert heads.startswith("rollout.tensor_model_parallel_size = 8: must divide the model's 4 attention heads")
+
+
+def test_end_of_text_of_a_model_directory_is_a_token_of_its_own(here, model, caplog):
+    """An ordinary token that ends responses is refused; a template that writes none of them is said."""
+    Path("model").unlink()
+    shutil.copytree(model, "model")
+    Path("own.jinja").write_text("{% for m in messages %}{{ m.content }}<|endoftext|>{% endfor %}")
+    assert check_generation(config("data.chat_template_path=own.jinja"))
+    assert "writes '<|endoftext|>' after an answer" in caplog.text
+    file = Path("model/generation_config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [2, 40]}))
+    with pytest.raises(ConfigError, match="token 40 ends a response"):
+        check_generation(config())
 
 
 def test_rows_count_over_files_and_may_ask_for_their_own_sampling(here):
