@@ -24,13 +24,12 @@ from scalerl.families.block_scales import (
 )
 from scalerl.families.shape import ModelShape, read_config
 from scalerl.families.table import EMBEDDING, HEAD, Family, LazyTensor
-from scalerl.model_files import files_beside_weights
+from scalerl.model_files import CONFIG_NAME, files_beside_weights
 
 # Buffers that old checkpoints contain and no model needs.
 HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.bias|\.masked_bias|\.attention\.rotary_emb\..*)$")
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-CONFIG_NAME = "config.json"
 ADAPTER_NAME = "adapter_config.json"
 # Data types, as safetensors names them, whose numbers are the weights: quantized ones need a rule to multiply them out.
 DTYPES = ("F64", "F32", "BF16", "F16", STORED_DTYPE)

@@ -53,7 +53,7 @@ def read_role(role: ModelRole) -> ModelShape:
     Raises ValueError as `read_model` does, and for a model that cannot have that head.
     """
     assert role.model_path is not None, "validated"
-    shape = read_model(role.model_path, f"{role.section}.{'model_path' if role.name == 'ref' else 'model.path'}")
+    shape = read_model(role.model_path, role.model_key)
     if role.name == "reward_model" and shape.head != "value":
         raise ValueError(
             f"{role.section}.model.path = {role.model_path}: is a language model, without a score head; give a reward "
