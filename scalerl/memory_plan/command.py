@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     kind, overrides, only_summary = read_arguments(argv)
     cfg = composed(kind, [*_UNREAD[kind], *overrides], rules=False).config
     from scalerl.memory_plan.check import checked_plan, known_memory
-    from scalerl.memory_plan.report import plan_table, summary, verdict
+    from scalerl.memory_plan.report import fit_line, plan_table, summary
 
     on_cpu = cfg.trainer.device == "cpu"
     device = "cpu" if on_cpu else "cuda"
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         from scalerl.memory_plan.seconds import predicted_seconds
 
         print(f"a step on H100s: {predicted_seconds(cfg, shapes, plan):.0f} s (predicted, nothing is measured)")
-    print(verdict(plan))
+    print(fit_line(plan))
     if violations:
         raise ConfigError(violations)
     return 0

@@ -33,7 +33,7 @@ def plan_table(plan: MemoryPlan) -> str:
     return "\n".join([*lines, "", *_totals(plan), _checkpoint_line(plan)])
 
 
-def verdict(plan: MemoryPlan) -> str:
+def fit_line(plan: MemoryPlan) -> str:
     """Whether the run fits its devices, as text."""
     if plan.memory_bytes is None:
         return "whether it fits is not said, because the device's memory is not known: give --device-memory"
