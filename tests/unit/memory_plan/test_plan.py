@@ -268,6 +268,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     file = tmp_path / "mine.yaml"
     file.write_text(f"actor_rollout_ref: {{model: {{path: {model}}}, rollout: {{n: 8}}}}\n")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SCALERL_CACHE_DIR", str(tmp_path / "cache"))
     assert main([file.name, "trainer.n_gpus_per_node=1", "--device-memory", "80GB"]) == 0
     shown = capsys.readouterr().out
     assert "actor update" in shown and "where the numbers come from" in shown and "KV cache" in shown
