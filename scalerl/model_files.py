@@ -15,6 +15,7 @@ _TEXT_SUFFIXES = ("", ".md", ".txt", ".rst")
 _CHAT_TEMPLATES = "additional_chat_templates"
 # The file with the default one, and the file with an entry that counts where there is no such file.
 _CHAT_TEMPLATE, _TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
+CONFIG_NAME = "config.json"
 # The files of a model that are fetched; other formats of the same weights are not.
 FETCHED = ["*.safetensors", *(f"*{suffix}" for suffix in _BESIDE_WEIGHTS)]
 FETCHED += [f"{name}{suffix}" for name in _TEXTS for suffix in _TEXT_SUFFIXES]

@@ -49,6 +49,11 @@ class ModelRole:
         """Whether the model has devices of its own."""
         return self.pool.nnodes > 0
 
+    @property
+    def model_key(self) -> str:
+        """The key that names its model."""
+        return f"{self.section}.{'model_path' if self.name == 'ref' else 'model.path'}"
+
     def layout(self, cfg: PPOConfig) -> LayoutSizes:
         """The model's layout on its own pool, or on the trainer's devices."""
         pool = self.pool if self.has_own_pool else cfg.trainer

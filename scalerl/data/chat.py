@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from scalerl.data.problems import DataError
 from scalerl.garbage import frozen_imports
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+# An answer that no chat template has in its own text.
+_ANSWER = "qz7answer7zq"
 
 
 def load_tokenizer(path: str | os.PathLike, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -72,6 +74,45 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> N
     if not text.strip():
         raise DataError([f"data.chat_template_path = {path}: is empty; give a Jinja file"])
     tokenizer.chat_template = text
+
+
+def ordinary_ends(tokenizer: PreTrainedTokenizerBase, eos_ids: Iterable[int]) -> Iterator[str]:
+    """Yields each of the tokens that end a response and are ordinary text, which would cut answers off."""
+    added = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+    for token in sorted(set(eos_ids) - added):
+        if (word := tokenizer.convert_ids_to_tokens(token)) is not None:
+            yield (
+                f"token {token} ends a response (eos_token_id of config.json and generation_config.json; left out: the "
+                f"family's default), and is the ordinary text {word!r}; set eos_token_id to that of the tokenizer, "
+                f"{tokenizer.eos_token_id} ({tokenizer.eos_token!r})"
+            )
+
+
+def end_that_is_none(
+    tokenizer: PreTrainedTokenizerBase, eos_ids: Iterable[int], options: Mapping[str, Any] | None = None
+) -> str | None:
+    """What the chat template writes after an answer, if no response ends there; else None.
+
+    eos_ids: tokens that end a response, beside the tokenizer's own.  options: as those of `render`.
+    """
+    conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        text = render(tokenizer, conversation, add_generation_prompt=False, options=options)
+    except Exception:  # whatever the template raises for a conversation of this kind
+        return None
+    before, answer, after = text.rpartition(_ANSWER)
+    (tokens,) = encode(tokenizer, [after]) if before and answer else ([],)
+    own = cast("int | None", tokenizer.eos_token_id)
+    ends = {*eos_ids, *([] if own is None else [own])}
+    if not answer or not ends.isdisjoint(tokens):
+        return None
+    words = [f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in sorted(ends)]
+    return (
+        f"the chat template writes {after.strip()!r} after an answer, and a response ends only at "
+        f"{', '.join(words) or 'its limit'}: "
+        "a model that writes as the template does goes on to the longest response; add the token to eos_token_id in "
+        "generation_config.json"
+    )
 
 
 class Conversation(NamedTuple):

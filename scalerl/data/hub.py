@@ -41,7 +41,10 @@ def fetch_from_hub(
 
     here = f"{setting}: {absent} in {Path.cwd()}"
     of_kind = "" if kind == "model" else f" --repo-type {kind}"
-    by_hand = f"fetch it elsewhere (hf download {repo}{of_kind} --local-dir DIR) and give DIR"
+    # A directory of its first part says that it was meant for a path.
+    first = repo.partition("/")[0]
+    by_hand = f"correct the path ({first} is a directory here), or " if Path(first).is_dir() else ""
+    by_hand += f"fetch it elsewhere (hf download {repo}{of_kind} --local-dir DIR) and give DIR"
     what = "model" if kind == "model" else "data set"
     try:
         return Path(snapshot_download(repo, revision=revision, repo_type=kind, allow_patterns=list(patterns)))

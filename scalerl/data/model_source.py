@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,15 @@ from urllib.parse import urlsplit
 from scalerl.data.hub import HubError, fetch_from_hub
 from scalerl.data.local_copy import copy_to_local, is_remote
 from scalerl.errors import UserError
-from scalerl.model_files import FETCHED
+from scalerl.model_files import CONFIG_NAME, FETCHED
 
 # ORGANISATION/NAME, and @REVISION: a branch, a tag or a commit.
 _HUB_NAME = re.compile(r"(?:hf://)?(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*?)(?:@(?P<revision>[\w./-]+))?")
 # The path of a model's page on the hub: /ORGANISATION/NAME, /ORGANISATION/NAME/tree/REVISION.
 _HUB_PAGE = re.compile(r"/(?P<repo>[\w.-]+/[\w.-]+)(?:/tree/(?P<revision>[\w./-]+))?/?")
 HUB = "https://huggingface.co"
+# Names that no organisation has, since they begin the hub's own pages.
+_NO_ORGANISATIONS = ("models", "datasets", "spaces")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # (path, key) -> the error, for later checks of the same model.
 _failures: dict[tuple[str, str], ModelSourceError] = {}
@@ -30,12 +32,13 @@ class ModelSourceError(UserError):
     """Raised when a model is no directory and cannot be fetched."""
 
 
-def model_directory(path: str, key: str) -> str:
+def model_directory(path: str, key: str, *, config_alone: bool = False) -> str:
     """Returns the local directory of a model, after fetching the model if `path` is no directory.
 
     path: a directory; ORGANISATION/NAME or hf://ORGANISATION/NAME, with @REVISION or without, or its page, of the
         Hugging Face hub (HF_ENDPOINT: another); or a directory at a URL that `copy_to_local` knows.
     key: the key of the configuration, or the argument of the command, for messages.
+    config_alone: only config.json is fetched.
     Models from the hub are kept in its cache (HF_HOME), where processes wait for each other and an interrupted download
     continues; large files are compared with the SHA-256 that the hub states.
     Raises ModelSourceError, or the DataError of a URL.
@@ -46,11 +49,13 @@ def model_directory(path: str, key: str) -> str:
         raise failure
     if (named := hub_name(path)) is not None:
         try:
-            return _from_hub(*named, setting=f"{key} = {path}")
+            return _from_hub(*named, [CONFIG_NAME] if config_alone else FETCHED, setting=f"{key} = {path}")
         except ModelSourceError as error:
             _failures[path, key] = error
             raise
     if is_remote(path):
+        if config_alone:
+            return str(Path(copy_to_local(f"{path.rstrip('/')}/{CONFIG_NAME}")).parent)
         return copy_to_local(path, verbose=True)
     raise ModelSourceError(
         f"{key} = {path}: there is no such directory (working directory {Path.cwd()}); give one with config.json, "
@@ -65,7 +70,9 @@ def hub_name(path: str) -> tuple[str, str | None] | None:
             page = _HUB_PAGE.fullmatch(urlsplit(path).path)
             return (page["repo"], page["revision"]) if page else None
     named = _HUB_NAME.fullmatch(path)
-    return (named["repo"], named["revision"]) if named else None
+    if named is None or named["repo"].startswith(tuple(f"{name}/" for name in _NO_ORGANISATIONS)):
+        return None
+    return (named["repo"], named["revision"])
 
 
 def fetch_models(cfg: Any, attempt: Callable[[Callable[[], str]], str | None]) -> None:
@@ -95,9 +102,9 @@ def model_keys(cfg: Any, prefix: str = "") -> Iterator[tuple[Any, str, str]]:
             yield cfg, field.name, key
 
 
-def _from_hub(repo: str, revision: str | None, setting: str) -> str:
+def _from_hub(repo: str, revision: str | None, files: Sequence[str], setting: str) -> str:
     try:
-        directory = fetch_from_hub(repo, revision, "model", FETCHED, setting=setting)
+        directory = fetch_from_hub(repo, revision, "model", files, setting=setting)
     except HubError as error:
         raise ModelSourceError(str(error)) from error
     _check_bytes(directory, setting)

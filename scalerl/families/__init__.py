@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scalerl.families.block_scales import weight_block, without_quantization
 from scalerl.families.registry import FAMILIES, family_of
-from scalerl.families.shape import Head, ModelShape, read_config, value_model_config
+from scalerl.families.shape import Head, ModelShape, eos_token_ids, read_config, value_model_config
 from scalerl.families.table import (
     CHECKPOINT_MODEL_PREFIX,
     CHECKPOINT_MODEL_ROOTS,
@@ -28,6 +28,7 @@ __all__ = [
     "Param",
     "RowRange",
     "copy_beside_weights",
+    "eos_token_ids",
     "family_of",
     "padded_vocab_size",
     "read_config",

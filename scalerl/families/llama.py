@@ -4,4 +4,8 @@ from __future__ import annotations
 
 from scalerl.families.table import decoder_family
 
-FAMILY = decoder_family("llama", refused=("attention_bias", "mlp_bias"))
+FAMILY = decoder_family(
+    "llama",
+    defaults={"max_position_embeddings": 2048, "eos_token_id": 2},
+    refused=("attention_bias", "mlp_bias"),
+)

@@ -4,4 +4,13 @@ from __future__ import annotations
 
 from scalerl.families.table import decoder_family
 
-FAMILY = decoder_family("mistral", window="sliding_window")
+FAMILY = decoder_family(
+    "mistral",
+    defaults={
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+        "eos_token_id": 2,
+    },
+    window="sliding_window",
+)

@@ -7,6 +7,14 @@ from scalerl.families.table import decoder_family, experts, router
 
 FAMILY = decoder_family(
     "mixtral",
+    defaults={
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "sliding_window": None,
+        "eos_token_id": 2,
+    },
     window="sliding_window",
     mixture=Mixture(experts=("num_local_experts",), expert_ffn="intermediate_size"),
     mixture_rules=(

@@ -27,7 +27,6 @@ class Mixture:
     shared: str = ""
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalize: str = ""
-    normalize_default: bool = False
     bias: bool = False
     groups: str = ""
     top_groups: str = ""
@@ -35,7 +34,10 @@ class Mixture:
     refused: tuple[tuple[str, Any], ...] = ()
 
     def fields(self, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """The mixture's fields of ModelShape, and one sentence for each problem of the configuration."""
+        """The mixture's fields of ModelShape, and one sentence for each problem of the configuration.
+
+        config: with the family's defaults.
+        """
         problems: list[str] = []
 
         def integer(*keys: str) -> int:
@@ -49,9 +51,7 @@ class Mixture:
 
         num_experts, top_k = integer(*self.experts), integer("num_experts_per_tok")
         ffn = integer(self.expert_ffn)
-        groups, top_groups = (
-            integer(key) if key and config.get(key) is not None else 1 for key in (self.groups, self.top_groups)
-        )
+        groups, top_groups = (integer(key) if key else 1 for key in (self.groups, self.top_groups))
         if not problems:
             problems += _sizes_that_do_not_fit(num_experts, top_k, groups, top_groups)
         problems += [
@@ -59,20 +59,19 @@ class Mixture:
             for key, only in self.refused
             if config.get(key) is not None and config[key] != only
         ]
-        normalize = config.get(self.normalize) if self.normalize else True
         num_layers = config["num_hidden_layers"]
         return {
             "num_experts": num_experts,
             "num_experts_per_token": top_k,
             "moe_ffn_hidden_size": ffn,
-            "shared_expert_ffn_hidden_size": ffn * (config.get(self.shared) or 0) if self.shared else 0,
+            "shared_expert_ffn_hidden_size": ffn * config[self.shared] if self.shared else 0,
             "moe_layers": tuple(self.layers(config, layer) for layer in range(num_layers)),
             "router_score": self.score,
-            "router_normalizes": self.normalize_default if normalize is None else bool(normalize),
+            "router_normalizes": config[self.normalize] if self.normalize else True,
             "router_has_bias": self.bias,
             "router_groups": groups,
             "router_top_groups": top_groups,
-            "router_scale": float(config.get(self.scale) or 1.0) if self.scale else 1.0,
+            "router_scale": config[self.scale] if self.scale else 1.0,
         }, problems
 
 

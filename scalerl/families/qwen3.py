@@ -4,4 +4,9 @@ from __future__ import annotations
 
 from scalerl.families.table import decoder_family
 
-FAMILY = decoder_family("qwen3", qk_norm=True, default_head_dim=128, refused=("attention_bias", "use_sliding_window"))
+FAMILY = decoder_family(
+    "qwen3",
+    qk_norm=True,
+    defaults={"num_key_value_heads": 32, "head_dim": 128},
+    refused=("attention_bias", "use_sliding_window"),
+)

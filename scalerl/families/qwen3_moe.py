@@ -10,15 +10,13 @@ from scalerl.families.table import decoder_family, experts, router
 
 
 def _is_mixture(config: Mapping[str, Any], layer: int) -> bool:
-    return (
-        layer not in (config.get("mlp_only_layers") or ())
-        and (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0
-    )
+    return layer not in (config.get("mlp_only_layers") or ()) and (layer + 1) % config["decoder_sparse_step"] == 0
 
 
 FAMILY = decoder_family(
     "qwen3_moe",
     qk_norm=True,
+    defaults={"num_key_value_heads": 4, "norm_topk_prob": False, "decoder_sparse_step": 1},
     refused=("attention_bias", "use_sliding_window"),
     mixture=Mixture(
         experts=("num_experts", "num_local_experts"),

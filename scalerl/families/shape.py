@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from scalerl.families.block_scales import weight_block
-from scalerl.families.registry import family_of
+from scalerl.families.registry import FAMILIES, family_of
 from scalerl.families.table import Family
 
 # Key of config.json for each field that has no default.
@@ -31,6 +31,11 @@ LATENT_ROPE_TYPES = {"default": (), "yarn": YARN_ROPE_KEYS}
 YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
 DENSE_YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 LATENT_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_ORIGINAL = "original_max_position_embeddings"
+# Integers that a model may have as 0, and as null: none.
+_MAY_BE_ZERO = ("first_k_dense_replace", "n_shared_experts")
+_MAY_BE_NULL = ("q_lora_rank", "sliding_window")
+_KINDS = {bool: "true or false", float: "a floating-point number", str: "a text"}
 DTYPES = ("float32", "bfloat16", "float16")
 Head = Literal["lm", "value"]
 LM_ARCHITECTURE = "ForCausalLM"
@@ -111,7 +116,8 @@ class ModelShape:
     def from_config(cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelShape:
         """Reads the shape from parsed config.json and generation_config.json.  Raises ValueError as `from_hf`."""
         family = family_of(config)
-        problems = _missing_or_bad(config)
+        config = with_defaults(config)
+        problems = _missing_or_bad(config, family)
         if problems:
             raise ValueError("; ".join(problems))
         rope_theta, rope_scaling, problems = _rope(config, LATENT_ROPE_TYPES if family.latent else ROPE_TYPES)
@@ -120,7 +126,7 @@ class ModelShape:
         latent, latent_problems = _latent(config) if family.latent else ({}, [])
         problems += mixture_problems + latent_problems
         heads = config["num_attention_heads"]
-        kv_heads = (None if family.latent else config.get("num_key_value_heads")) or heads
+        kv_heads = (None if family.latent else config["num_key_value_heads"]) or heads
         if heads % kv_heads:
             problems.append(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
@@ -132,15 +138,12 @@ class ModelShape:
             model_type=family.model_type,
             **{field: config[key] for field, key in REQUIRED_KEYS.items()},
             num_kv_heads=kv_heads,
-            head_dim=latent.pop("head_dim", None)
-            or config.get("head_dim")
-            or family.default_head_dim
-            or config["hidden_size"] // heads,
+            head_dim=latent.pop("head_dim", None) or config["head_dim"] or config["hidden_size"] // heads,
             max_position_embeddings=max_positions(config),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
-            norm_eps=config.get("rms_norm_eps", 1e-6),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings")) and not _is_value_model(config),
+            norm_eps=config["rms_norm_eps"],
+            tie_word_embeddings=config["tie_word_embeddings"] and not _is_value_model(config),
             head="value" if _is_value_model(config) else "lm",
             qk_norm=family.qk_norm,
             qkv_bias=family.qkv_bias,
@@ -171,10 +174,25 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
     return _read_json(model_dir / "config.json", required=True)
 
 
+def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with the keys that it leaves out, as transformers fills them in; of an unknown family as it is."""
+    family = FAMILIES.get(config.get("model_type", ""))
+    return {**family.defaults, **config} if family else dict(config)
+
+
+def eos_token_ids(model_dir: str | Path) -> tuple[int, ...]:
+    """The tokens, ascending, that end a response by config.json and generation_config.json, of any family.
+
+    Raises ValueError as `read_config`.
+    """
+    generation = _read_json(Path(model_dir) / "generation_config.json", required=False)
+    return _eos_token_ids(with_defaults(read_config(model_dir)), generation)
+
+
 def max_positions(config: Mapping[str, Any]) -> int:
     """Tokens that a model of this config.json can attend to: yarn extends its original positions by its factor."""
-    positions = config.get("max_position_embeddings") or 32768
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    positions = with_defaults(config).get("max_position_embeddings") or 32768
+    rope = rope_entries(config)
     original, factor = rope.get("original_max_position_embeddings") or positions, rope.get("factor")
     if (rope.get("rope_type") or rope.get("type")) == "yarn" and factor:
         return max(positions, int(original * factor))
@@ -214,21 +232,43 @@ def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
     return content
 
 
-def _missing_or_bad(config: Mapping[str, Any]) -> list[str]:
+def rope_entries(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rotary embedding's entries of config.json: rope_scaling counts before rope_parameters, as in transformers."""
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
+
+
+def _missing_or_bad(config: Mapping[str, Any], family: Family) -> list[str]:
     problems = []
     for key in REQUIRED_KEYS.values():
         value = config.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             problems.append(f"{key} is missing" if value is None else f"{key} is {value!r}, not a positive integer")
-    return problems
+    return problems + [problem for key in family.defaults if (problem := _bad_type(key, config[key], family))]
+
+
+def _bad_type(key: str, value: Any, family: Family) -> str | None:
+    """What is wrong with the type of an optional value of config.json, which transformers refuses too."""
+    default = family.defaults[key]
+    if value is None and (default is None or key in _MAY_BE_NULL):
+        return None
+    if key == "eos_token_id":
+        ids = value if isinstance(value, list) else [value]
+        fits, kind = all(type(token) is int for token in ids), "a token id, nor a list of them"
+    elif isinstance(default, int | None) and not isinstance(default, bool):
+        fits = type(value) is int and value >= (0 if key in _MAY_BE_ZERO else 1)
+        kind = "a positive integer"
+    else:
+        fits = type(value) is type(default) or (key == "rope_theta" and type(value) is int)
+        kind = _KINDS[type(default)]
+    return None if fits else f"{key} is {value!r}, not {kind}"
 
 
 def _rope(
     config: Mapping[str, Any], supported: Mapping[str, tuple[str, ...]]
 ) -> tuple[float, dict[str, Any] | None, list[str]]:
     # transformers 5: rope_parameters {rope_theta, rope_type}; 4: rope_theta beside rope_scaling {rope_type or type}.
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
+    rope = dict(rope_entries(config))
+    theta = float(rope.pop("rope_theta", None) or config["rope_theta"])
     rope_type = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     if rope_type not in supported:
         return theta, None, [f"rope type {rope_type!r} is not supported (one of {', '.join(supported)})"]
@@ -237,6 +277,8 @@ def _rope(
     is_latent = supported is LATENT_ROPE_TYPES
     is_partial = partial != 1.0 and not is_latent
     problems = [f"partial_rotary_factor {partial} is not supported (only 1.0)"] if is_partial else []
+    if isinstance(outside := config.get(_ORIGINAL), int) and outside != rope.get(_ORIGINAL, outside):
+        problems.append(f"{_ORIGINAL} is {outside} beside the rope's {rope[_ORIGINAL]}: engines differ; leave one out")
     if rope_type == "default":
         return theta, None, problems
     if rope_type == "yarn":
@@ -260,7 +302,7 @@ def _latent(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 def _unsupported(config: Mapping[str, Any], family: Family) -> list[str]:
     problems = [f"{key} {config[key]!r} is not supported" for key in family.refused if config.get(key)]
-    window, positions = config.get(family.window), config.get("max_position_embeddings") or 32768
+    window, positions = config.get(family.window), config["max_position_embeddings"]
     if window and window < positions:
         problems.append(
             f"{family.window} {window} is not supported with max_position_embeddings {positions}: set it to null, or "
@@ -277,7 +319,9 @@ def _unsupported(config: Mapping[str, Any], family: Family) -> list[str]:
         weight_block(config)
     except ValueError as error:
         problems.append(str(error))
-    if config.get("hidden_act", "silu") != "silu":
+    if config.get("transformers_weights"):
+        problems.append(f"transformers_weights {config['transformers_weights']!r} is not supported: leave it out")
+    if config["hidden_act"] != "silu":
         problems.append(f"hidden_act {config['hidden_act']!r} is not supported (only silu)")
     return problems
 

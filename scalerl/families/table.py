@@ -352,7 +352,8 @@ class ParamPattern:
 class Family:
     """A model family as data: the rules of its parameters, and the facts that its config.json leaves out.
 
-    default_head_dim: head_dim when config.json has none (None: hidden_size / num_attention_heads).
+    defaults: what transformers takes for keys that config.json leaves out, by key; a value that is given has the type
+    of its default (None: a positive integer, or null).
     refused: config.json keys that must be absent, null or false.
     window: config.json key of a sliding window that applies whenever it is set ("": none).
     mixture: how config.json describes the experts (None: dense).
@@ -366,7 +367,7 @@ class Family:
     head: ParamPattern
     qk_norm: bool
     qkv_bias: bool
-    default_head_dim: int | None = None
+    defaults: Mapping[str, Any]
     refused: tuple[str, ...] = ()
     window: str = ""
     mixture: Mixture | None = None
@@ -487,13 +488,27 @@ def experts(hf: str, parts: Sequence[str] = ("gate_proj", "up_proj", "down_proj"
     return mlp("mlp.experts.local_experts.{e}", hf, "expert_ffn", where="mixture", parts=parts)
 
 
+# What transformers takes for keys that most families' config.json may leave out. num_key_value_heads None: as many as
+# heads of queries; head_dim None: hidden_size / num_attention_heads.
+_DEFAULTS = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+}
+
+
 def decoder_family(
     model_type: str,
     *,
     qk_norm: bool = False,
     qkv_bias: bool = False,
-    default_head_dim: int | None = None,
-    refused: Iterable[str] = (),
+    defaults: Mapping[str, Any] | None = None,
+    refused: Sequence[str] = (),
     window: str = "",
     mixture: Mixture | None = None,
     mixture_rules: Iterable[ParamPattern] = (),
@@ -501,6 +516,7 @@ def decoder_family(
 ) -> Family:
     """A family of pre-norm decoders with SwiGLU and RMSNorm.
 
+    defaults: where they are others than `_DEFAULTS`, or of further keys.
     attention: rules in place of those of grouped-query attention.
     """
     latent = attention is not None
@@ -514,7 +530,7 @@ def decoder_family(
         head=HEAD,
         qk_norm=qk_norm,
         qkv_bias=qkv_bias,
-        default_head_dim=default_head_dim,
+        defaults={**_DEFAULTS, **dict.fromkeys(refused, False), **(defaults or {})},
         refused=tuple(refused),
         window=window,
         mixture=mixture,

@@ -23,14 +23,18 @@ from scalerl.families.block_scales import (
     without_quantization,
 )
 from scalerl.families.shape import ModelShape, read_config
-from scalerl.families.table import Family, LazyTensor
-from scalerl.model_files import files_beside_weights
+from scalerl.families.table import EMBEDDING, HEAD, Family, LazyTensor
+from scalerl.model_files import CONFIG_NAME, files_beside_weights
 
 # Buffers that old checkpoints contain and no model needs.
 HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.bias|\.masked_bias|\.attention\.rotary_emb\..*)$")
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-CONFIG_NAME = "config.json"
+ADAPTER_NAME = "adapter_config.json"
+# Data types, as safetensors names them, whose numbers are the weights: quantized ones need a rule to multiply them out.
+DTYPES = ("F64", "F32", "BF16", "F16", STORED_DTYPE)
+# Rows of the head that are compared with the embedding's at a time.
+_COMPARED_ROWS = 4096
 
 
 def copy_beside_weights(model_dir: str | Path, target_dir: str | Path) -> None:
@@ -63,6 +67,11 @@ class HFWeights:
         self._file_of = self._locate()
 
     def _locate(self) -> dict[str, str]:
+        if (self.dir / ADAPTER_NAME).is_file():
+            raise ValueError(
+                f"{self.dir} has {ADAPTER_NAME}, by which transformers reads another model, with an adapter; merge the "
+                "adapter into its model (peft's merge_and_unload), or take the file away"
+            )
         if (self.dir / INDEX_NAME).is_file():
             return self._read_index()
         if (self.dir / SINGLE_NAME).is_file():
@@ -75,6 +84,12 @@ class HFWeights:
             weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a safetensors index: {error!r}") from None
+        others = sorted(set(weight_map.values()) - {SINGLE_NAME})
+        if others and (self.dir / SINGLE_NAME).is_file():
+            raise ValueError(
+                f"{self.dir} has {SINGLE_NAME}, which transformers reads, and an {INDEX_NAME} that names "
+                f"{', '.join(others[:3])}, which SGLang reads; take away what is left over of another save"
+            )
         missing = sorted({f for f in weight_map.values() if not (self.dir / f).is_file()})
         if missing:
             raise ValueError(f"{path} names files that are not there: {', '.join(missing)}; download the model again")
@@ -161,18 +176,47 @@ class HFWeights:
             and not (self.block is not None and n.removesuffix(SCALE_SUFFIX) in expected)
         ]
         problems = [f"missing {n}" for n in expected if n not in self._file_of]
+        problems += self._stored_twice()
         problems += [f"unexpected {n}" for n in extra]
         for name, size in expected.items():
             if name in self._file_of:
                 stored_size = tuple(self._slice(name).get_shape())
                 if stored_size != size:
                     problems.append(f"{name} has shape {stored_size}, config.json says {size}")
+                if (dtype := self._slice(name).get_dtype()) not in DTYPES:
+                    problems.append(f"{name} is stored as {dtype}, which is none of {', '.join(DTYPES)}")
                 problems += self._scale_problems(name)
         if problems:
             raise ValueError(
                 f"{self.dir} does not hold the {family.model_type} model of its config.json "
                 f"({len(problems)} problems):\n  " + "\n  ".join(problems)
             )
+
+    def check_head(self, *, tied: bool) -> None:
+        """Raises ValueError for a stored head that is not the embedding, to which config.json ties it.
+
+        tied: tie_word_embeddings.  Reads both tensors, where both are stored.
+        """
+        if not tied or not {HEAD.hf[0], EMBEDDING.hf[0]} <= self._file_of.keys():
+            return
+        head, embedding = (self._slice(tensor.hf[0]) for tensor in (HEAD, EMBEDDING))
+        is_same = head.get_shape() == embedding.get_shape() and head.get_dtype() == embedding.get_dtype()
+        if is_same and all(
+            head[start : start + _COMPARED_ROWS].equal(embedding[start : start + _COMPARED_ROWS])
+            for start in range(0, head.get_shape()[0], _COMPARED_ROWS)
+        ):
+            return
+        raise ValueError(
+            f"{self.dir} has a {HEAD.hf[0]} that is not {EMBEDDING.hf[0]}, and config.json says tie_word_embeddings: "
+            "transformers reads both, SGLang only the embedding; set tie_word_embeddings to false, or take the head out"
+        )
+
+    def _stored_twice(self) -> Iterator[str]:
+        """Yields tensors that are in two files, of which engines take different ones."""
+        for file_name in sorted(set(self._file_of.values())):
+            for name in sorted(self._file(file_name).keys()):
+                if (indexed := self._file_of.get(name, file_name)) != file_name:
+                    yield f"{name} is in {file_name} too; {INDEX_NAME} names {indexed}"
 
     def _scale_problems(self, name: str) -> Iterator[str]:
         source, scales = self._slice(name), name + SCALE_SUFFIX

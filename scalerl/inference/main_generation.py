@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from scalerl.cluster.processes import Processes
     from scalerl.inference.generation import Prompt
     from scalerl.inference.parts import Fingerprint
+
+
+log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None, processes: Processes | None = None) -> int:
@@ -89,10 +93,11 @@ class GenerationInputs:
 def check_generation(cfg: GenerationConfig) -> GenerationInputs:
     """Checks everything, and returns the inputs.  Raises ConfigError with every violation that was found."""
     from scalerl.data import load_tokenizer
-    from scalerl.data.chat import require_chat_template, use_chat_template
+    from scalerl.data.chat import end_that_is_none, ordinary_ends, require_chat_template, use_chat_template
     from scalerl.data.files import resolve_files
     from scalerl.data.model_source import fetch_models
     from scalerl.data.tables import joined, output_problems, read_tables
+    from scalerl.families import eos_token_ids
     from scalerl.inference.generation import check_new_columns, read_prompts
     from scalerl.inference.parts import fingerprint
     from scalerl.runtime.checks import ErrorCollector
@@ -115,6 +120,10 @@ def check_generation(cfg: GenerationConfig) -> GenerationInputs:
     if tokenizer is not None:
         errors.attempt(lambda: use_chat_template(tokenizer, cfg.data.chat_template_path))
         errors.attempt(lambda: require_chat_template(tokenizer))
+        eos_ids = errors.attempt(lambda: eos_token_ids(cfg.model.path)) or ()
+        errors.violations.extend(f"model.path = {cfg.model.path}: {end}" for end in ordinary_ends(tokenizer, eos_ids))
+        if tokenizer.chat_template and (line := end_that_is_none(tokenizer, eos_ids, cfg.data.chat_template_kwargs)):
+            log.warning("model.path = %s: %s", cfg.model.path, line)
     files = errors.attempt(lambda: resolve_files(cfg.data.path, cfg.data.cache_dir))
     tables = table = prompts = None
     if files is not None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from scalerl.checkpoint.digest import digest_of_file
 from scalerl.config import GenerationConfig, flatten
 from scalerl.data.files import DataFile
 from scalerl.data.tables import with_columns, write_table
@@ -39,8 +39,6 @@ NOT_IN_FINGERPRINT = (
     "rollout.request_timeout_s",
     "rollout.max_restarts",
 )
-_EDGE_BYTES = 2**20
-
 Fingerprint = dict[str, Any]
 
 
@@ -59,21 +57,11 @@ def fingerprint(cfg: GenerationConfig, inputs: Sequence[DataFile]) -> Fingerprin
     }
 
 
-def _digest(paths: Any, *, names: bool = False) -> str:
-    """A digest of files' sizes and contents.
-
-    names: their names count too, and of a file over 2 MiB, which holds weights, only the first and last MiB.
-    """
+def _digest(paths: Iterable[Path], *, names: bool = False) -> str:
+    """A digest of all bytes of files, weights too.  names: their names count."""
     total = hashlib.sha256()
     for path in paths:
-        size = path.stat().st_size
-        total.update(f"{path.name if names else ''} {size}\n".encode())
-        with path.open("rb") as file:
-            if names and size > 2 * _EDGE_BYTES:
-                total.update(file.read(_EDGE_BYTES))
-                file.seek(-_EDGE_BYTES, os.SEEK_END)
-            while block := file.read(_EDGE_BYTES):
-                total.update(block)
+        total.update(f"{path.name if names else ''} {digest_of_file(path)}\n".encode())
     return total.hexdigest()[:16]
 
 

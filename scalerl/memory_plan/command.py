@@ -8,6 +8,7 @@ from pathlib import Path
 
 from scalerl.config import ConfigError, PPOConfig, SFTConfig, composed, model_roles, validate_ppo, validate_sft
 from scalerl.config.device_memory import DEVICE_MEMORY_LIMIT
+from scalerl.data.model_source import model_directory
 from scalerl.errors import UserError
 from scalerl.families import Head, ModelShape
 
@@ -15,15 +16,24 @@ USAGE = f"""\
 usage: scalerl plan [train | sft] [FILE.yaml] key=value ... [--device-memory MEMORY] [--summary]
 
 Memory of each device of a run, phase by phase, from its configuration and the config.json of its models: no device,
-no data and no weights are needed. A run that does not fit is refused with the nearest settings that do (exit code 2).
+no data (data.train_files and data.val_files may be missing) and no weights are needed. A run that does not fit is
+refused with the nearest settings that do (exit code 2).
 
   FILE.yaml        the same as --config-dir and --config-name of that file
   --device-memory  {DEVICE_MEMORY_LIMIT}; the same as trainer.device_memory
-  model.path       a directory with config.json, or the path of such a file (configs/models has those of large models)
+  model.path       a directory with config.json, the path of such a file (configs/models has those of large models),
+                   or a name on the hub, of which config.json alone is fetched
   --summary        what a run prints at its start, without the table
 
 Keys are those of `scalerl train --help`; with trainer.device=cpu the tensors of the CPU's operations are counted.
 """
+
+
+# What a run must have and a plan does not read; the arguments of the user's come after these.
+_UNREAD = {
+    "ppo": ["data.train_files=not_read_by_a_plan", "data.val_files=not_read_by_a_plan"],
+    "sft": ["data.train_files=not_read_by_a_plan"],
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,9 +42,9 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0
     kind, overrides, only_summary = read_arguments(argv)
-    cfg = composed(kind, overrides, rules=False).config
+    cfg = composed(kind, [*_UNREAD[kind], *overrides], rules=False).config
     from scalerl.memory_plan.check import checked_plan, known_memory
-    from scalerl.memory_plan.report import plan_table, summary
+    from scalerl.memory_plan.report import fit_line, plan_table, summary
 
     on_cpu = cfg.trainer.device == "cpu"
     device = "cpu" if on_cpu else "cuda"
@@ -51,6 +61,7 @@ def main(argv: Sequence[str]) -> int:
         from scalerl.memory_plan.seconds import predicted_seconds
 
         print(f"a step on H100s: {predicted_seconds(cfg, shapes, plan):.0f} s (predicted, nothing is measured)")
+    print(fit_line(plan))
     if violations:
         raise ConfigError(violations)
     return 0
@@ -81,12 +92,12 @@ def read_arguments(argv: Sequence[str]) -> tuple[str, list[str], bool]:
     return ("sft" if command == "sft" else "ppo"), overrides, only_summary
 
 
-def _shape(path: str) -> ModelShape:
-    """The shape of a model, by its directory or the path of a config.json.  Raises ValueError."""
+def _shape(path: str, key: str) -> ModelShape:
+    """The shape of a model, by the path of a config.json, or as `model_directory` finds it.  Raises ValueError."""
     file = Path(path)
     if file.suffix == ".json" and file.is_file():
         return ModelShape.from_config(json.loads(file.read_text(encoding="utf-8")))
-    return ModelShape.from_hf(path)
+    return ModelShape.from_hf(model_directory(path, key, config_alone=True))
 
 
 def shapes_of(cfg: PPOConfig | SFTConfig) -> Mapping[str, ModelShape]:
@@ -94,16 +105,22 @@ def shapes_of(cfg: PPOConfig | SFTConfig) -> Mapping[str, ModelShape]:
 
     Raises ConfigError for models that cannot be read.
     """
-    model = cfg.model if isinstance(cfg, SFTConfig) else cfg.actor_rollout_ref.model
-    paths: dict[str, tuple[str, Head]] = {"actor": (model.path, "lm")}
-    if isinstance(cfg, PPOConfig):
-        paths |= {role.name: (str(role.model_path), role.head) for role in model_roles(cfg)}
+    paths: dict[str, tuple[str, str, Head]] = {}
+    if isinstance(cfg, SFTConfig):
+        paths["actor"] = (cfg.model.path, "model.path", "lm")
+    else:
+        paths["actor"] = (cfg.actor_rollout_ref.model.path, "actor_rollout_ref.model.path", "lm")
+        for role in model_roles(cfg):
+            paths[role.name] = (str(role.model_path), role.model_key, role.head)
     shapes, violations = {}, []
-    for role, (path, head) in paths.items():
+    for name, (path, key, head) in paths.items():
+        if name != "actor" and path == paths["actor"][0] and "actor" not in shapes:
+            # It has been said of the actor's.
+            continue
         try:
-            shapes[role] = _shape(path).with_head(head)
+            shapes[name] = _shape(path, key).with_head(head)
         except ValueError as error:
-            violations.append(f"{role}: {error}")
+            violations.append(str(error) if str(error).startswith(key) else f"{key} = {path}: {error}")
     if violations:
         raise ConfigError(list(dict.fromkeys(violations)))
     return shapes

@@ -13,7 +13,7 @@ from scalerl.memory_plan.plan import CHECKPOINT_PIECE_BYTES, SOURCES, DevicePlan
 
 def summary(plan: MemoryPlan) -> str:
     """A line for each kind of device with its peak, one for the servers, one for what is sent and saved."""
-    return "\n".join([*(_peak_line(device, plan.memory_bytes) for device in _ends(plan.devices)), *_totals(plan)])
+    return "\n".join([*(_peak_line(device, _of(plan)) for device in _ends(plan.devices)), *_totals(plan)])
 
 
 def plan_table(plan: MemoryPlan) -> str:
@@ -21,7 +21,8 @@ def plan_table(plan: MemoryPlan) -> str:
     lines: list[str] = []
     for device in _ends(plan.devices):
         layers = f" ({len(device.layers)} layers)" if device.layers else ""
-        lines.append(f"{device.name}{layers}")
+        peak = f"at most {device.peak.num_bytes / GIB:.1f}{_of(plan)} GiB, in {device.peak.name}"
+        lines.append(f"{device.name}{layers}: {peak}")
         for phase in device.phases:
             mark = " <- peak" if phase is device.peak else ""
             lines.append(f"  {phase.name:<28}{phase.num_bytes / GIB:>8.1f} GiB{mark}")
@@ -30,6 +31,17 @@ def plan_table(plan: MemoryPlan) -> str:
     lines += ["", "where the numbers come from"]
     lines += [f"  {part:<16}{source}" for part, source in SOURCES.items() if any(n.endswith(part) for n in names)]
     return "\n".join([*lines, "", *_totals(plan), _checkpoint_line(plan)])
+
+
+def fit_line(plan: MemoryPlan) -> str:
+    """Whether the run fits its devices, as text."""
+    if plan.memory_bytes is None:
+        return "whether it fits is not said, because the device's memory is not known: give --device-memory"
+    return f"the run {'does not fit' if plan.problems() else 'fits'} devices of {plan.memory_bytes / GIB:.1f} GiB"
+
+
+def _of(plan: MemoryPlan) -> str:
+    return "" if plan.memory_bytes is None else f" of {plan.memory_bytes / GIB:.1f}"
 
 
 def _checkpoint_line(plan: MemoryPlan) -> str:
@@ -59,9 +71,8 @@ def _ends(devices: Sequence[DevicePlan]) -> list[DevicePlan]:
     return [*stages, *others]
 
 
-def _peak_line(device: DevicePlan, memory_bytes: int | None) -> str:
+def _peak_line(device: DevicePlan, of: str) -> str:
     peak = device.peak
-    of = "" if memory_bytes is None else f" of {memory_bytes / GIB:.1f}"
     parts = sorted((part for part in peak.parts.items() if part[1]), key=lambda part: -part[1])
     shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts[:4])
     return f"memory of {device.name}: at most {peak.num_bytes / GIB:.1f}{of} GiB, in {peak.name} ({shown})"

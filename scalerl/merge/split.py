@@ -77,6 +77,7 @@ def split(hf_dir: str | Path, target_dir: str | Path, sizes: SplitSizes) -> int:
         data.mkdir()
         with HFWeights(source) as weights:
             weights.check(family_of(shape), shape)
+            weights.check_head(tied=shape.tie_word_embeddings)
             files = [
                 write_file(data / f"__{rank}_0.distcp", pieces_of_rank(weights, shape, sizes, rank))
                 for rank in range(sizes.world_size)

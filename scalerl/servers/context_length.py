@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from scalerl.families.shape import max_positions
+from scalerl.families.shape import max_positions, rope_entries
 
 
 def check_context_length(
@@ -19,7 +19,7 @@ def check_context_length(
     if not path.exists():
         return  # the server will report what is wrong with the directory
     config = json.loads(path.read_text(encoding="utf-8"))
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    rope = rope_entries(config)
     if config.get("max_position_embeddings") is None:
         return
     is_yarn = (rope.get("rope_type") or rope.get("type")) == "yarn"

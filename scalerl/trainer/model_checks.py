@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+log = logging.getLogger(__name__)
+
+
 def read_model(path: str, key: str) -> ModelShape:
     """Reads the shape of a model. key: its configuration key, for messages.
 
@@ -37,7 +41,9 @@ def read_model(path: str, key: str) -> ModelShape:
     """
     path = model_directory(path, key)
     shape = ModelShape.from_hf(path)
-    HFWeights(path).check(family_of(shape), shape)
+    with HFWeights(path) as weights:
+        weights.check(family_of(shape), shape)
+        weights.check_head(tied=shape.tie_word_embeddings)
     return shape
 
 
@@ -47,7 +53,7 @@ def read_role(role: ModelRole) -> ModelShape:
     Raises ValueError as `read_model` does, and for a model that cannot have that head.
     """
     assert role.model_path is not None, "validated"
-    shape = read_model(role.model_path, f"{role.section}.{'model_path' if role.name == 'ref' else 'model.path'}")
+    shape = read_model(role.model_path, role.model_key)
     if role.name == "reward_model" and shape.head != "value":
         raise ValueError(
             f"{role.section}.model.path = {role.model_path}: is a language model, without a score head; give a reward "
@@ -87,7 +93,7 @@ def role_violations(
         shape, megatron, role.layout(cfg).world_size, prefix=f"{role.section}.megatron", rollout_tp=None
     )
     yield from _too_long(cfg, shape, f"the model of {role.section}, {role.model_path},")
-    # `vocabulary_violations` has checked the policy's own model.
+    # `tokenizer_violations` has checked the policy's own model.
     if tokenizer is not None and role.model_path != cfg.actor_rollout_ref.model.path:
         yield from _other_vocabulary(role, shape, tokenizer)
 
@@ -157,9 +163,24 @@ def _last_word(tokenizer: PreTrainedTokenizerBase) -> tuple[str, int]:
     return max(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
 
 
-def vocabulary_violations(key: str, path: str, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Yields an error if a model lacks embeddings for tokens of its own tokenizer. key: the model's, for messages."""
+def tokenizer_violations(
+    key: str,
+    path: str,
+    shape: ModelShape,
+    tokenizer: PreTrainedTokenizerBase,
+    template_options: Mapping[str, Any] | None = None,
+) -> Iterator[str]:
+    """Yields why a model does not fit its own tokenizer: its embeddings, and the tokens that end a response.
+
+    key: the model's, for messages.  Warns of a chat template that ends an answer with a token that ends no response.
+    """
+    from scalerl.data.chat import end_that_is_none, ordinary_ends
+
+    yield from (f"{key} = {path}: {problem}" for problem in ordinary_ends(tokenizer, shape.eos_token_ids))
+    if tokenizer.chat_template and (line := end_that_is_none(tokenizer, shape.eos_token_ids, template_options)):
+        log.warning("%s = %s: %s", key, path, line)
     word, token = _last_word(tokenizer)
+    vocab_size = shape.vocab_size
     if token >= vocab_size:
         yield (
             f"{key} = {path}: its tokenizer goes up to token {token} ({word!r}), and the model has a vocabulary "

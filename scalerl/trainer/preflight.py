@@ -56,7 +56,7 @@ from scalerl.trainer.model_checks import (
     read_model,
     read_role,
     role_violations,
-    vocabulary_violations,
+    tokenizer_violations,
 )
 from scalerl.user_code import import_files
 
@@ -246,7 +246,8 @@ def _check_models(
             errors.violations.extend(actor_violations(cfg, shapes["actor"], device=device))
         if tokenizer is not None:
             key, path = "actor_rollout_ref.model.path", cfg.actor_rollout_ref.model.path
-            errors.violations.extend(vocabulary_violations(key, path, shapes["actor"].vocab_size, tokenizer))
+            options = cfg.data.chat_template_kwargs
+            errors.violations.extend(tokenizer_violations(key, path, shapes["actor"], tokenizer, options))
     for role in model_roles(cfg):
         # The policy's model has been read already; if that failed, the error is not repeated.
         is_said = shapes["actor"] is None and role.model_path == cfg.actor_rollout_ref.model.path
@@ -318,7 +319,8 @@ def check_sft(cfg: SFTConfig, device: str | None = None, *, digests: bool = True
     memory = _check_memory(errors, cfg, shapes, device)
     tokenizer = errors.attempt(lambda: _policy_tokenizer(cfg.model, "model.path", cfg.data.chat_template_path))
     if shape is not None and tokenizer is not None:
-        errors.violations.extend(vocabulary_violations("model.path", cfg.model.path, shape.vocab_size, tokenizer))
+        options = cfg.data.chat_template_kwargs
+        errors.violations.extend(tokenizer_violations("model.path", cfg.model.path, shape, tokenizer, options))
     train = val = None
     if tokenizer is not None:
         train = errors.attempt(lambda: SFTDataset(cfg.data.train_files, tokenizer, cfg.data))

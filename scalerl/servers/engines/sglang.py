@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from scalerl.config import server_violations
 from scalerl.config.schema import RolloutConfig, ServerConfig
 from scalerl.config.suggestions import divisors_text
-from scalerl.families import read_config, weight_block
-from scalerl.families.shape import max_positions
+from scalerl.families import HFWeights, read_config, weight_block
+from scalerl.families.shape import max_positions, rope_entries
 from scalerl.runtime.cuda_toolkit import toolkit_environment
 from scalerl.runtime.process_environment import sglang_environment
 from scalerl.servers.context_length import check_context_length
@@ -217,6 +217,12 @@ class SGLangEngine(Engine):
         except (OSError, ValueError):
             # The server will report what is wrong with the directory.
             return
+        try:
+            if any(Path(path).glob("*.safetensors")):
+                with HFWeights(path) as weights:
+                    weights.check_head(tied=bool(config.get("tie_word_embeddings")))
+        except ValueError as error:
+            yield str(error)
         config = config.get("text_config") or config
         heads = config.get("num_attention_heads")
         if isinstance(heads, int) and heads > 0:
@@ -238,7 +244,7 @@ def _latent_changes(model_path: str, on_cpu: bool) -> dict[str, Any]:
     if config.get("model_type") not in LATENT:
         return {}
     changes = {key: value for key, value in LATENT_CONFIG.items() if key not in config}
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = rope_entries(config)
     if on_cpu and (rope.get("rope_type") or rope.get("type") or "default") == "default":
         # The only rotary embedding that SGLang has there is yarn; with the factor 1 it is the plain one.
         changes["rope_parameters"] = {

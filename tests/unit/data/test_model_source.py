@@ -90,6 +90,16 @@ def test_hub_that_does_not_answer_says_so(tmp_path: Path) -> None:
     assert text.startswith("ModelSourceError") and "127.0.0.1:9" in text and "--local-dir" in text
 
 
+def test_path_that_was_meant_for_a_directory_is_to_be_corrected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`mine` is a directory here; the hub is not asked in tests."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine" / "right").mkdir(parents=True)
+    with pytest.raises(ModelSourceError, match=r"correct the path \(mine is a directory here\)"):
+        model_directory("mine/wrong", "model.path")
+
+
 def test_names_of_the_hub_are_told_from_paths() -> None:
     assert hub_name("Qwen/Qwen3-0.6B") == ("Qwen/Qwen3-0.6B", None)
     assert hub_name("hf://Qwen/Qwen3-0.6B@v1.0") == ("Qwen/Qwen3-0.6B", "v1.0")
@@ -97,6 +107,7 @@ def test_names_of_the_hub_are_told_from_paths() -> None:
     for path in (
         "/models/Qwen3",
         "model",
+        "models/Qwen3-8B",
         "./org/name",
         "a/b/c",
         "s3://bucket/model",

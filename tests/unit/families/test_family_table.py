@@ -277,7 +277,7 @@ def test_latent_attention_and_shared_experts_of_config(tmp_path, q_lora_rank, sh
 def drop_shared_experts(path: Path) -> None:
     tensors = {n: t for n, t in load_file(path / "model.safetensors").items() if "shared_experts" not in n}
     save_file(tensors, path / "model.safetensors")
-    config = json.loads((path / "config.json").read_text()) | {"n_shared_experts": None}
+    config = json.loads((path / "config.json").read_text()) | {"n_shared_experts": 0}
     (path / "config.json").write_text(json.dumps(config))
 
 

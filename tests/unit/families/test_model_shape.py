@@ -217,8 +217,8 @@ def test_yarn():
     scaled = yarn | {"mscale": 1.0, "mscale_all_dim": 1.0}
     with pytest.raises(ValueError, match=r"rope type yarn with mscale 1\.0 is not supported: leave it out"):
         ModelShape.from_config(SMALL | {"rope_scaling": scaled})
-    latent = SMALL | OF_EXPERTS["deepseek_v3"] | {"model_type": "deepseek_v3", "rope_scaling": scaled}
-    shape = ModelShape.from_config(latent)
+    latent = SMALL | OF_EXPERTS["deepseek_v3"] | {"model_type": "deepseek_v3", "n_group": 1, "topk_group": 1}
+    shape = ModelShape.from_config(latent | {"rope_scaling": scaled})
     assert shape.rope_scaling["rope_type"] == "yarn"
     assert (shape.rope_scaling["beta_fast"], shape.rope_scaling["mscale_all_dim"]) == (32.0, 1.0)
 

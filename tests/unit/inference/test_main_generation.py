@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,19 @@ def test_a_model_whose_heads_do_not_fit_the_ranks_of_a_server(here):
         check_generation(config(*sizes))
     (heads,) = caught.value.violations
     assert heads.startswith("rollout.tensor_model_parallel_size = 8: must divide the model's 4 attention heads")
+
+
+def test_end_of_text_of_a_model_directory_is_a_token_of_its_own(here, model, caplog):
+    """An ordinary token that ends responses is refused; a template that writes none of them is said."""
+    Path("model").unlink()
+    shutil.copytree(model, "model")
+    Path("own.jinja").write_text("{% for m in messages %}{{ m.content }}<|endoftext|>{% endfor %}")
+    assert check_generation(config("data.chat_template_path=own.jinja"))
+    assert "writes '<|endoftext|>' after an answer" in caplog.text
+    file = Path("model/generation_config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [2, 40]}))
+    with pytest.raises(ConfigError, match="token 40 ends a response"):
+        check_generation(config())
 
 
 def test_rows_count_over_files_and_may_ask_for_their_own_sampling(here):
@@ -182,7 +196,7 @@ def test_what_is_read_counts_not_where_it_lies(here, model):
 
 @pytest.mark.parametrize("place", [0, 2**20 + 5, -1])
 def test_another_model_is_noticed_by_its_weights(here, place):
-    """A large file: its edges count, and what is in between only by its size."""
+    """Every byte of a large file counts, and its size."""
     Path("weights").mkdir()
     content = bytearray(5 * 2**20)
     cfg = config()
@@ -194,7 +208,9 @@ def test_another_model_is_noticed_by_its_weights(here, place):
 
     before = digest()
     content[place] ^= 1
-    assert (digest() != before) == (place in (0, -1))
+    assert digest() != before
+    content[place] ^= 1
+    assert digest() == before
     del content[-1]
     assert digest() != before
 

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -22,7 +27,8 @@ from scalerl.memory_plan.plan import MemoryPlan, memory_plan
 from scalerl.memory_plan.report import balance_line, plan_table, summary
 from scalerl.memory_plan.seconds import has_logprob_pass, predicted_seconds
 from scalerl.parallel.layout import Layout
-from tests.model_configs import model_directory, read_config
+from tests.hub_mirror import Hub
+from tests.model_configs import MODELS, model_directory, read_config
 
 EIGHT = ("trainer.n_gpus_per_node=8", "actor_rollout_ref.rollout.n=8")
 MEGATRON = "actor_rollout_ref.actor.megatron"
@@ -32,6 +38,7 @@ OFFLOADED = [
     for megatron in (MEGATRON, "critic.megatron")
     for part in ("param", "grad", "optimizer")
 ]
+MODELS_PAGE = MODELS.parents[1] / "docs" / "models.md"
 H100 = device_memory_bytes("h100")
 
 
@@ -259,18 +266,52 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     """A YAML file is taken by its path; what does not fit is refused; no weights and no data are there."""
     model = model_directory("qwen3-0.6b", tmp_path / "model")
     file = tmp_path / "mine.yaml"
-    file.write_text(
-        f"actor_rollout_ref: {{model: {{path: {model}}}, rollout: {{n: 8}}}}\ndata: {{train_files: t, val_files: v}}\n"
-    )
+    file.write_text(f"actor_rollout_ref: {{model: {{path: {model}}}, rollout: {{n: 8}}}}\n")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SCALERL_CACHE_DIR", str(tmp_path / "cache"))
     assert main([file.name, "trainer.n_gpus_per_node=1", "--device-memory", "80GB"]) == 0
     shown = capsys.readouterr().out
     assert "actor update" in shown and "where the numbers come from" in shown and "KV cache" in shown
+    assert " of 74.5 GiB, in " in shown and shown.endswith("the run fits devices of 74.5 GiB\n")
+    assert main([file.name, "trainer.n_gpus_per_node=1"]) == 0
+    assert main([file.name, "trainer.n_gpus_per_node=1", f"actor_rollout_ref.model.path=file://{model}"]) == 0
+    assert "the device's memory is not known" in capsys.readouterr().out.splitlines()[-1]
     with pytest.raises(ConfigError, match="does not fit"):
         main([str(file), "trainer.n_gpus_per_node=1", "--device-memory=8GB", "--summary"])
-    assert "where the numbers" not in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="actor: "):
-        main([file.name, "actor_rollout_ref.model.path=nowhere"])
+    shown = capsys.readouterr().out
+    assert "where the numbers" not in shown and shown.endswith("the run does not fit devices of 7.5 GiB\n")
+    for path in ("nowhere", "models/Qwen3-8B"):
+        with pytest.raises(ConfigError, match=f"actor_rollout_ref.model.path = {path}: there is no such dir") as caught:
+            main([file.name, f"actor_rollout_ref.model.path={path}", "actor_rollout_ref.actor.use_kl_loss=true"])
+        assert len(caught.value.violations) == 1 and "hf download" not in str(caught.value)
+
+
+def test_plan_of_a_model_on_the_hub_fetches_its_config_alone(tmp_path: Path) -> None:
+    files = {"config.json": json.dumps(read_config("qwen3-0.6b")).encode(), "model.safetensors": b"many"}
+    with Hub("makers/model", files).serving() as hub:
+        command = [sys.executable, "-m", "scalerl.cli", "plan", "sft", "model.path=makers/model", "--summary"]
+        env = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+        env |= hub.environment(tmp_path)
+        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "parameters: 0.60 billion" in done.stdout
+    assert not any(path.endswith(".safetensors") for _, path, _ in hub.requests)
+
+
+def test_plan_of_the_page_has_the_numbers_of_its_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/models.md shows a command, and below it what it prints."""
+    monkeypatch.chdir(MODELS_PAGE.parents[1])
+    page = MODELS_PAGE.read_text(encoding="utf-8")
+    (arguments,) = re.findall(r"^`scalerl plan (.*)`\.$", page, re.MULTILINE)
+    name = Path(arguments.split()[0]).stem
+    (row,) = re.findall(rf"^\| `{name}` \| (.*) \|$", page, re.MULTILINE)
+    _, _, peak, _, tokens, _, seconds = row.split(" | ")
+    assert main(arguments.split()) == 0
+    shown = capsys.readouterr().out
+    for text in (f" {peak} GiB\n", f"KV cache: {tokens.replace(',', '')} tokens", f"a step on H100s: {seconds} s"):
+        assert text in shown
 
 
 def test_sft_has_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from safetensors.torch import load_file, save_file
 
 from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose
 from scalerl.data import PromptCursor, load_tokenizer
 from scalerl.parallel.flash_attention import import_refusal
+from scalerl.servers.engines import ENGINES
 from scalerl.trainer import attention_choice, preflight
 from scalerl.trainer.attention_choice import AttentionChoice
 from scalerl.trainer.beginning import finished_at
@@ -521,3 +524,53 @@ def test_a_rate_that_decays_ends_with_the_run(directory: Path) -> None:
     updates = cfg.data.train_batch_size // cfg.actor_rollout_ref.actor.ppo_mini_batch_size
     steps = len(inputs.train) * cfg.trainer.total_epochs // cfg.data.train_batch_size
     assert cfg.actor_rollout_ref.actor.optim.lr_decay_updates == updates * steps > 0
+
+
+def with_end_of_text(target: Path, model: Path, token: int) -> Path:
+    """-> a copy of a model for which config.json and generation_config.json say that a response ends at this token."""
+    shutil.copytree(model, target)
+    for name in ("config.json", "generation_config.json"):
+        file = target / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": token}))
+    return target
+
+
+def test_model_directory_whose_end_of_text_is_an_ordinary_token(directory: Path, tmp_path: Path) -> None:
+    """As a family's default is for another tokenizer: responses would end in their middle."""
+    model = with_end_of_text(tmp_path / "model", directory / "qwen3", 40)
+    word = load_tokenizer(model).convert_ids_to_tokens(40)
+    (message,) = violations(config(directory, str(model), "embedded", 0))
+    assert message.startswith(f"actor_rollout_ref.model.path = {model}: token 40 ends a response")
+    assert f"ordinary text {word!r}" in message and "set eos_token_id to that of the tokenizer, 2" in message
+    with pytest.raises(ConfigError, match="token 40 ends a response"):
+        check_sft(sft(directory, tmp_path, f"model.path={model}"))
+
+
+def test_model_directory_whose_chat_template_never_writes_an_end_of_text(
+    directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert check_ppo(config(directory, "qwen3", "embedded", 0)) is not None
+    assert "after an answer" not in caplog.text
+    own = tmp_path / "own.jinja"
+    own.write_text("{% for m in messages %}<|im_start|>{{ m.content }}<|endoftext|>{% endfor %}")
+    key = f"data.chat_template_path={own}"
+    assert check_ppo(config(directory, "qwen3", "embedded", 0, key)) is not None
+    assert check_sft(sft(directory, tmp_path, key)) is not None
+    lines = [line for line in caplog.messages if "writes '<|endoftext|>' after an answer" in line]
+    assert [line.split(" = ")[0] for line in lines] == ["actor_rollout_ref.model.path", "model.path"]
+    assert all("ends only at '<|im_end|>' (2)" in line for line in lines)
+
+
+def test_model_directory_with_another_head_beside_the_tied_flag(directory: Path, tmp_path: Path) -> None:
+    """The trainer and SGLang would have the embedding for a head, and transformers the head."""
+    model = make_tiny_model(tmp_path / "model", tied=True)
+    tensors = load_file(model / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, model / "model.safetensors")
+    assert check_ppo(config(directory, str(model), "sglang", 0)) is not None
+    tensors["lm_head.weight"][-1, -1] += 1.0
+    save_file(tensors, model / "model.safetensors")
+    (message,) = violations(config(directory, str(model), "sglang", 0))
+    assert f"{model} has a lm_head.weight that is not model.embed_tokens.weight" in message
+    (served,) = ENGINES["sglang"].served_model_violations(model, "--tp", 1)
+    assert served == message
