@@ -30,8 +30,8 @@ _END = re.compile(r"(?:\s|[.,;]|\\[\\,;:! ]|\\(?=$)|\\text\{\s*\.\s*\})+$")
 # "<<48+24=72>>" is a calculation of GSM8K's solutions; the others are marks and spaces that models put around a number.
 _MARKS = re.compile(
     r"<<[^<>]*>>|[-=]>|(?<![\w*_])[*_]+(?=\S)|(?<=\S)[*_]+(?![\w*_])"
-    r"|\\[()\[\],!;: ]|\\(?:boxed|fbox|text|displaystyle|underline|math[a-z]+)|\\?\$|<(?=[\d.,]+>)|<[/|][^<>]*>|[`\"“”{}|]"
-    r"|(?<!\w)'|'(?!\w)"
+    r"|\\[()\[\],!;: ]|\\(?:boxed|fbox|text|displaystyle|underline|math[a-z]+)|\\?\$|<(?=[\d.,]+>)|<[/|][^<>]*>"
+    r"|[`\"“”{}|]|(?<!\w)'|'(?!\w)"
 )
 _EQUAL = re.compile(r"\\(?:approx|equiv)(?![a-zA-Z])")
 _COMMA = re.compile(r"(?<=\d)\{,\}(?=\d)")
