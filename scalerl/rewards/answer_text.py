@@ -87,7 +87,7 @@ def _fraction_of_repeating(decimal: re.Match[str]) -> str:
     return rf"\frac{{{int(whole + part + period) - int(whole + part or 0)}}}{{{nines}}}"
 
 
-def number_of(text: str) -> Decimal | None:
+def number_in(text: str) -> Decimal | None:
     """The number that a line of text gives as its answer; None if it gives none, or more than one.
 
     Signs of Markdown, LaTeX and money around it, a unit behind it, and "the answer is" before it do not count. It may
@@ -100,7 +100,7 @@ def number_of(text: str) -> Decimal | None:
 
 
 def begins_with_number(text: str) -> bool:
-    """True if a line of text, or a side of its equation, begins with a number, behind what `number_of` skips."""
+    """True if a line of text, or a side of its equation, begins with a number, behind what `number_in` skips."""
     return bool(_numbers_at_start(text))
 
 

@@ -6,7 +6,7 @@ import re
 from decimal import Decimal
 from typing import Any, Literal
 
-from scalerl.rewards.answer_text import begins_with_number, number_of
+from scalerl.rewards.answer_text import begins_with_number, number_in
 
 _MARKED_LINE = re.compile(r"####[ \t#]*\n?([^\n]*)")
 # A sign counts only if no digit or letter is before it: "10-3" holds 10 and 3.
@@ -23,7 +23,7 @@ def extract_answer(solution_str: str, method: Literal["strict", "flexible"] = "s
         raise ValueError(f"gsm8k: method={method!r}: use strict or flexible")
     if method == "strict":
         lines = [line for line in _MARKED_LINE.findall(solution_str) if begins_with_number(line)]
-        return number_of(lines[-1]) if lines else None
+        return number_in(lines[-1]) if lines else None
     numbers = _ANY_NUMBER.findall(solution_str)
     return Decimal(numbers[-1].replace(",", "").replace("$", "")) if numbers else None
 
@@ -37,11 +37,11 @@ def compute_score(
 ) -> float:
     """Scores a response: `score` for the right number (1,000 = 1000.0), `format_score` for another, 0 for none.
 
-    ground_truth: a number as `number_of` reads it, or a reference solution that ends in "#### 72".
+    ground_truth: a number as `number_in` reads it, or a reference solution that ends in "#### 72".
     Raises ValueError for anything else.
     """
     text = str(ground_truth)
-    reference = extract_answer(text) if "####" in text else number_of(text)
+    reference = extract_answer(text) if "####" in text else number_in(text)
     if reference is None:
         raise ValueError(f"gsm8k: ground truth {ground_truth!r} holds no number; correct reward_model.ground_truth")
     answer = extract_answer(solution_str, method)

@@ -6,7 +6,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from scalerl.rewards.answer_text import in_ascii, number_of
+from scalerl.rewards.answer_text import in_ascii, number_in
 from scalerl.rewards.errors import RewardError
 from scalerl.rewards.math_answer import last_boxed
 
@@ -100,7 +100,7 @@ def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
 
     Returns score: 1.0 for the right answer, else -1.0 (no answer counts as wrong); acc: True if it is right; pred: the
     normalized answer, "" without one.
-    Right means the same text after `normalized`, or the same number (`number_of`); there is no algebra, as the answers
+    Right means the same text after `normalized`, or the same number (`number_in`); there is no algebra, as the answers
     of DAPO-Math-17k are integers.
     Source: Yu et al. 2025, DAPO, arXiv:2503.14476, section 2.4 (rule-based reward, 1 and -1).
 
@@ -110,7 +110,7 @@ def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     if not reference:
         raise RewardError("math_dapo: the ground truth is empty; correct reward_model.ground_truth of the row")
     answer = extract_answer(solution_str) or ""
-    pred, text, number = normalized(answer), _without_box(answer), number_of(str(ground_truth))
-    is_number = number is not None and last_boxed(text) is None and number_of(text) == number
+    pred, text, number = normalized(answer), _without_box(answer), number_in(str(ground_truth))
+    is_number = number is not None and last_boxed(text) is None and number_in(text) == number
     correct = pred == reference or is_number
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": reference if correct else pred}
