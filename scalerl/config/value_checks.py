@@ -100,6 +100,11 @@ def _has_one_group(value: Any) -> bool:
 
 TEXT = Domain(_is_text, "a non-empty text", "a name")
 TEXTS = Domain(_is_distinct_texts, "a list of different, non-empty texts", "[]")
+WEIGHTS = Domain(
+    lambda v: isinstance(v, dict) and all(_is_number(weight) for weight in v.values()),
+    "finite numbers by name",
+    "{correct: 1, format: 0.2}",
+)
 FILES = Domain(_is_files, "a path or a list of paths", "data.parquet")
 PARQUET = Domain(
     lambda v: _is_text(v) and v.endswith(".parquet"), "the path of a file that ends in .parquet", "out.parquet"

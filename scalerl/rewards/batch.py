@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from scalerl.config.schema import RewardModelConfig
 from scalerl.rewards.calls import Outcome
@@ -77,11 +78,20 @@ class BatchRewardManager(NaiveRewardManager):
         if outcome.timed_out or outcome.error is not None:
             return [outcome] * len(requests)
         try:
-            values = list(outcome.value)
-        except TypeError:
-            values = None
-        if values is None or isinstance(outcome.value, dict | str) or len(values) != len(requests):
-            what = type(outcome.value).__name__ + ("" if values is None else f" of {len(values)}")
-            error = ValueError(f"it returned {what} for {len(requests)} samples; return a list, one value for each")
+            if not self._function.weights:
+                return [Outcome(value) for value in _one_for_each(outcome.value, len(requests), "it")]
+            lists = [_one_for_each(values, len(requests), name) for name, values in outcome.value.items()]
+        except ValueError as error:
             return [Outcome(error=error)] * len(requests)
-        return [Outcome(value) for value in values]
+        return [Outcome(dict(zip(outcome.value, values, strict=True))) for values in zip(*lists, strict=True)]
+
+
+def _one_for_each(values: Any, num_samples: int, name: str) -> list[Any]:
+    try:
+        as_list = None if isinstance(values, dict | str) else list(values)
+    except TypeError:
+        as_list = None
+    if as_list is None or len(as_list) != num_samples:
+        what = type(values).__name__ + (f" of {len(values)}" if hasattr(values, "__len__") else "")
+        raise ValueError(f"{name} returned {what} for {num_samples} samples; return a list, one value for each")
+    return as_list

@@ -182,12 +182,33 @@ class NaiveRewardManager(RewardManager):
         cause = self._why_failed(outcome)
         if cause is None:
             try:
-                return parse_result(outcome.value)
+                return self._parsed(outcome.value)
             except RewardError as error:
                 cause = str(error)
         if self._config.on_error == "zero":
             return ScoreResult(0.0, error=cause)
         raise RewardError(self._describe(request, cause)) from outcome.error
+
+    def _parsed(self, value: Any) -> ScoreResult:
+        """The result of the function's value; of several, the weighted sum, with the score of each beside it."""
+        weights = self._function.weights
+        if not weights:
+            return parse_result(value)
+        score, extra = 0.0, {}
+        for name, weight in weights.items():
+            try:
+                result = parse_result(value[name])
+            except RewardError as error:
+                raise RewardError(f"{name}: {error}") from None
+            score += weight * result.score
+            beside = {name: result.score} | result.extra
+            if taken := sorted(extra.keys() & beside.keys()):
+                raise RewardError(
+                    f"{name}: what it returns and its name have {', '.join(taken)} in common with another function of "
+                    "custom_reward_function.weights; rename one"
+                )
+            extra |= beside
+        return ScoreResult(_finite(score, "the weighted sum is"), extra)
 
     def _why_failed(self, outcome: Outcome) -> str | None:
         if outcome.timed_out or isinstance(outcome.error, CallTimeout):

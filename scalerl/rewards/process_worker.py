@@ -53,9 +53,12 @@ def _load(target: str, user_files: list[str]) -> tuple[Callable[..., Any], str |
     source, _, name = target.rpartition(":")
     if not source.endswith(".py"):
         return getattr(importlib.import_module(source), name), None
+    from scalerl.rewards.reward_function import FunctionsAsOne
     from scalerl.user_code import import_file
 
-    return getattr(import_file(Path(source), "custom_reward_function.path"), name), source
+    module = import_file(Path(source), "custom_reward_function.path")
+    functions = {each: getattr(module, each) for each in name.split(",")}
+    return functions[name] if name in functions else FunctionsAsOne(functions), source
 
 
 def _call(function: Callable[..., Any], path: str | None, arguments: dict[str, Any], loop: Any) -> tuple[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -27,12 +29,14 @@ class RewardFunction:
 
     It returns a number, or a dict with "score" and other values; an async function returns an awaitable of that.
     path: the file that defines it; None for the rules of scalerl.
+    weights: not empty for several functions, whose values it returns by name (`FunctionsAsOne`).
     """
 
     fn: Callable[..., Any]
     name: str
     path: str | None = None
     reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    weights: Mapping[str, float] = field(default_factory=dict)
 
     def __call__(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
@@ -50,8 +54,30 @@ class RewardFunction:
 
     @property
     def is_async(self) -> bool:
-        """True if the function is a coroutine function."""
-        return inspect.iscoroutinefunction(self.fn) or inspect.iscoroutinefunction(type(self.fn).__call__)
+        """True if the function, or each of several, is a coroutine function."""
+        functions = self.fn.functions.values() if isinstance(self.fn, FunctionsAsOne) else [self.fn]
+        return all(
+            inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__) for fn in functions
+        )
+
+
+class FunctionsAsOne:
+    """Several reward functions as one, which returns the value of each by name, or an awaitable of that.
+
+    Each gets copies of the arguments, so that none sees what another changed.
+    """
+
+    def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
+        self.functions = functions
+
+    def __call__(self, **arguments: Any) -> dict[str, Any] | Awaitable[dict[str, Any]]:
+        values = {name: fn(**deepcopy(arguments)) for name, fn in self.functions.items()}
+        return _awaited(values) if any(map(inspect.isawaitable, values.values())) else values
+
+
+async def _awaited(values: dict[str, Any]) -> dict[str, Any]:
+    waiting = [name for name, value in values.items() if inspect.isawaitable(value)]
+    return values | dict(zip(waiting, await asyncio.gather(*(values[name] for name in waiting)), strict=True))
 
 
 @dataclass(frozen=True)
@@ -75,31 +101,39 @@ class BatchRewardFunction(RewardFunction):
 
 
 def load_reward_function(config: CustomRewardFunctionConfig, arguments: tuple[str, ...] = ARGUMENTS) -> RewardFunction:
-    """Loads the function `config.name` from the file `config.path`.
+    """Loads the function `config.name`, or those of `config.weights`, from the file `config.path`.
 
     If path is null it is default_compute_score, or default_compute_scores if `arguments` are BATCH_ARGUMENTS.
-    Raises RewardError when the file does not exist or import, does not define the name, or when the function cannot be
+    Raises RewardError when the file does not exist or import, does not define a name, or when a function cannot be
     called with `arguments` and config.reward_kwargs.
     """
-    reward_kwargs = dict(config.reward_kwargs)
+    reward_kwargs, weights = dict(config.reward_kwargs), dict(config.weights)
     if config.path is None:
-        if reward_kwargs:
-            raise RewardError(
-                f"custom_reward_function.reward_kwargs={reward_kwargs} is set, but custom_reward_function.path is not; "
-                "set the path of the function that takes them"
-            )
+        for name, value in (("reward_kwargs", reward_kwargs), ("weights", weights)):
+            if value:
+                raise RewardError(
+                    f"custom_reward_function.{name}={value} is set, but custom_reward_function.path is not; set the "
+                    "path of the function that it is for"
+                )
         if arguments == BATCH_ARGUMENTS:
             return BatchRewardFunction(default_compute_scores, "default_compute_scores")
         return RewardFunction(default_compute_score, "default_compute_score")
+    if weights and config.name != CustomRewardFunctionConfig().name:
+        raise RewardError(
+            f"custom_reward_function.name={config.name} and custom_reward_function.weights={weights} both name "
+            "functions; set one of them"
+        )
     path = Path(config.path).expanduser()
     try:
         module = import_file(path, "custom_reward_function.path")
     except UserCodeError as error:
         raise RewardError(str(error)) from error
-    fn = _find(module, config.name, path)
-    _check_signature(fn, config.name, path, reward_kwargs, arguments)
+    functions = {name: _find(module, name, path) for name in weights or (config.name,)}
+    for name, fn in functions.items():
+        _check_signature(fn, name, path, reward_kwargs, arguments)
     kind = BatchRewardFunction if arguments == BATCH_ARGUMENTS else RewardFunction
-    return kind(fn, config.name, str(path.resolve()), reward_kwargs)
+    fn = FunctionsAsOne(functions) if weights else functions[config.name]
+    return kind(fn, ",".join(functions), str(path.resolve()), reward_kwargs, weights)
 
 
 def _find(module: ModuleType, name: str, path: Path) -> Callable[..., Any]:
@@ -112,7 +146,7 @@ def _find(module: ModuleType, name: str, path: Path) -> Callable[..., Any]:
             + (
                 f"set custom_reward_function.name={near[0]}"
                 if near
-                else "set custom_reward_function.name to a function"
+                else "set custom_reward_function.name, or the names in custom_reward_function.weights, to functions"
             )
         )
     fn = getattr(module, name)

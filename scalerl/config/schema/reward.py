@@ -9,7 +9,7 @@ from scalerl.config.schema.devices import JudgePoolConfig, ResourcePoolConfig
 from scalerl.config.schema.fields import key, same_as
 from scalerl.config.schema.model import MegatronConfig, MicroBatchConfig, OptionalModelConfig, as_actor
 from scalerl.config.schema.rollout import ServerConfig
-from scalerl.config.value_checks import FINITE, NOT_ZERO, PATTERN, TEXT, above, at_least, one_of, or_null
+from scalerl.config.value_checks import FINITE, NOT_ZERO, PATTERN, TEXT, WEIGHTS, above, at_least, one_of, or_null
 
 
 @dataclass
@@ -19,7 +19,9 @@ class CustomRewardFunctionConfig:
     # Python file with the reward function; null: the rule for each row's data_source.
     path: str | None = key(None, or_null(TEXT))
     name: str = key("compute_score", TEXT)
-    # Keyword arguments for every call.
+    # Several functions of the file in place of `name`, with the weight of each in the sum that is the score.
+    weights: dict[str, Any] = key({}, WEIGHTS)
+    # Keyword arguments for every call of every function.
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
 
 

@@ -196,6 +196,7 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "CustomFitConfig.path": ([""], [None, "f.py"]),
     "CustomRewardFunctionConfig.name": ([""], ["f"]),
     "CustomRewardFunctionConfig.path": ([""], [None, "f.py"]),
+    "weights": ([{"f": "a"}, {"f": None}], [{}, {"f": 1, "g": -0.5}]),
     "num_replicas": ([0], [None, 1]),
     "gpu_memory_utilization": ([0.0, 1.0], [0.1]),
     "max_num_seqs": ([0], [1]),

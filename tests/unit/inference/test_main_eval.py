@@ -203,3 +203,18 @@ def test_it_needs_no_ray_and_no_engine(here):
 def test_the_command_reports_a_users_error(here, capsys):
     assert cli.main(["eval", "data.path=nowhere.parquet"]) == 2
     assert "nowhere.parquet does not exist" in capsys.readouterr().err
+
+
+def test_several_reward_functions_are_logged_by_name(here, capsys):
+    Path("reward.py").write_text(
+        "def right(solution_str, ground_truth, **_):\n    return float(solution_str == ground_truth)\n"
+        "async def short(solution_str, **_):\n    return {'score': 1.0, 'length': len(solution_str)}\n"
+    )
+    write([row(0, ["1", "22"])])
+    assert evaluate("custom_reward_function.weights={right: 1.0, short: 0.5}", "data.output_path=out.parquet") == 0
+    table = pq.read_table("out.parquet")
+    assert table["scores"].to_pylist() == [[1.5, 0.5]]
+    assert [json.loads(extra) for extra in table["reward_extra"].to_pylist()[0]] == [
+        {"right": 1.0, "short": 1.0, "length": 1},
+        {"right": 0.0, "short": 1.0, "length": 2},
+    ]

@@ -11,6 +11,7 @@ import textwrap
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from scalerl.rewards import RewardError, code, default_compute_score, sandbox
@@ -82,8 +83,9 @@ def test_assert_tests(program, score, failure):
         ("```python\na\n```\n```\nb\n```", "a\n"),
         ("```\na\n```\n```\nb\n```", "b\n"),
         ("```cpp\na\n```", None),
-        ("```python\nunclosed", None),
-        ("print(1)", None),
+        ("```python\nunclosed", "unclosed"),
+        ("print(1)", "print(1)"),
+        ("It prints 1.", None),
     ],
 )
 def test_program_of_a_response(text, program):
@@ -91,12 +93,34 @@ def test_program_of_a_response(text, program):
 
 
 def test_no_program_is_told():
-    assert code.compute_score("print(3)", SUM)["failure"] == "no Python block in the response"
+    assert code.compute_score("It is 3.", SUM)["failure"] == "no Python block in the response"
+
+
+def test_calls_of_a_named_function():
+    tests = {"fn_name": "total", "inputs": np.array([[[1, 2]], [[3, 4]]]), "outputs": np.array([3, 7]), "asserts": None}
+    assert code.compute_score(fenced("def total(xs):\n    return sum(xs)"), tests)["score"] == 1.0
+    failures = {
+        "def total(xs):\n    return 3": "test 2: wrong value",
+        "def total(xs):\n    raise SystemExit": "test 1: the program ended before the function returned",
+        "def total(xs):\n    return {3}": "test 1: exit code 1: TypeError: Object of type set is not JSON serializable",
+        "print(3)": "the program does not define total",
+    }
+    for program, failure in failures.items():
+        assert code.compute_score(fenced(program), tests) == {"score": 0.0, "acc": False, "failure": failure}
 
 
 @pytest.mark.parametrize(
     "truth",
-    ["{", "[]", {}, {"inputs": ["1"]}, {"inputs": ["1"], "outputs": []}, {"inputs": [], "outputs": []}],
+    [
+        "{",
+        "[]",
+        {},
+        {"inputs": ["1"]},
+        {"inputs": ["1"], "outputs": []},
+        {"inputs": [], "outputs": []},
+        {"fn_name": "f", "inputs": ["no json"], "outputs": ["1"]},
+        {"fn_name": "f", "inputs": [1], "outputs": [1]},
+    ],
 )
 def test_bad_ground_truth(truth):
     with pytest.raises(RewardError, match="code: ground truth"):

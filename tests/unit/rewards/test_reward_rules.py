@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from decimal import Decimal
+
 import pytest
 
 from scalerl.rewards import RewardError, default_compute_score, gsm8k, register_reward
@@ -25,8 +27,8 @@ from scalerl.rewards import RewardError, default_compute_score, gsm8k, register_
     ],
 )
 def test_gsm8k_answer(text, strict, flexible):
-    assert gsm8k.extract_answer(text, "strict") == strict
-    assert gsm8k.extract_answer(text, "flexible") == flexible
+    wanted = [None if number is None else Decimal(number) for number in (strict, flexible)]
+    assert [gsm8k.extract_answer(text, method) for method in ("strict", "flexible")] == wanted
 
 
 @pytest.mark.parametrize(
