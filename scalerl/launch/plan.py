@@ -18,6 +18,7 @@ from scalerl.cache_directory import CACHE_DIR_ENV
 from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose, composed, model_roles
 from scalerl.config.schema import SlurmConfig
 from scalerl.config.value_checks import show
+from scalerl.config.written import quoted
 from scalerl.errors import UserError
 from scalerl.launch.script import SCRIPTS, SEED, SbatchFile
 from scalerl.launch.slurm import Partition, has_pyxis, kill_wait_s, missing_commands, partitions, seconds_of
@@ -437,16 +438,16 @@ def _seed_overrides(cfg: PPOConfig | SFTConfig, run_dir: Path) -> list[str]:
         keys += [f"{role.section}.megatron.seed" for role in model_roles(cfg) if role.name == "critic"]
     return [
         *(f"{key}={SEED}" for key in keys),
-        f"trainer.experiment_name={cfg.trainer.experiment_name}-seed-{SEED}",
+        f"trainer.experiment_name={_as_value(f'{cfg.trainer.experiment_name}-seed-{SEED}')}",
         f"trainer.default_local_dir={_as_value(seed_dir(run_dir, SEED))}",
     ]
 
 
 def _as_value(text: str) -> str:
     """The text as a value on a command line of Hydra, in quotes where it needs them."""
-    if re.fullmatch(rf"[\w/.:@+{SEED}-]+", text):
+    if re.fullmatch(rf"[\w/.:@+{SEED}-]+", text, re.ASCII):
         return text
-    return "'" + text.replace("'", r"\'") + "'"
+    return quoted(text)
 
 
 def exported(patterns: Sequence[str], environment: Iterable[str]) -> list[str]:
@@ -480,7 +481,9 @@ def _options(
         options["gres"] = f"gpu:{gpus_per_node}"
     elif gpus_per_node:
         options["gpus-per-node"] = str(gpus_per_node)
-    return options | {name: None if value in (None, True) else str(value) for name, value in slurm.options.items()}
+    # An option without a value is written as {exclusive:null} or {exclusive:true}.
+    flags = {name: None for name, value in slurm.options.items() if value is None or value.lower() == "true"}
+    return options | slurm.options | flags
 
 
 def _variables(
@@ -520,4 +523,4 @@ def _variables(
         variables["SCALERL_MIN_GPUS"] = str(max(pool.n_gpus_per_node for pool in pools_of(cfg)))
     if slurm.interface is not None:
         variables["SCALERL_INTERFACE"] = slurm.interface
-    return variables | {name: str(value) for name, value in slurm.env.items()}
+    return variables | slurm.env

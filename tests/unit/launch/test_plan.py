@@ -100,6 +100,18 @@ def test_a_seed_reaches_all_that_draws_numbers(directory: str) -> None:
         assert [each.seed for each in (seeded.data, *models)] == [8] * (1 + len(models))
 
 
+@pytest.mark.parametrize("name", ["20240101_1530", "1e3", "true", "a b", "it's, [me]", "été", "a=b", "c\\"])
+def test_text_that_looks_like_a_number_or_needs_quotes_reaches_the_tasks_of_an_array(name: str) -> None:
+    job = ["slurm.seeds=[7,8]", "slurm.env={TOPO:1_1,FLAG:true}", "slurm.options={begin:16:00,exclusive:true}"]
+    cfg = compose("ppo", RUN, rules=False)
+    cfg.trainer.experiment_name = name
+    script = plan_of(compose("launch", job).slurm, cfg, ["scalerl", "train", *RUN]).script
+    arguments = [text.replace(SEED, "8") for text in script.command[2:]]
+    assert compose("ppo", arguments, rules=False).trainer.experiment_name == f"{name}-seed-8"
+    assert script.variables["TOPO"] == "1_1" and script.variables["FLAG"] == "true"
+    assert script.options["begin"] == "16:00" and script.options["exclusive"] is None
+
+
 def test_pools_have_nodes_of_their_own() -> None:
     cfg = compose(
         "ppo", [*RUN, "+recipe=ppo", *EIGHT, "trainer.nnodes=2", "critic.resource_pool.nnodes=3"], rules=False
