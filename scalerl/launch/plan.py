@@ -462,7 +462,7 @@ def _options(
     options: dict[str, str | None] = {
         "job-name": cfg.trainer.experiment_name,
         "chdir": str(Path.cwd()),
-        "output": str(run_dir / LOGS / (ARRAY_OUTPUT if slurm.seeds else OUTPUT)),
+        "output": f"{run_dir / LOGS}/".replace("%", "%%") + (ARRAY_OUTPUT if slurm.seeds else OUTPUT),
         "nodes": str(num_nodes + slurm.spare_nodes),
         "signal": f"B:USR1@{slurm.notice_s}",
     }

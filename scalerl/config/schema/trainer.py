@@ -53,7 +53,8 @@ class RunConfig(UserFilesConfig, DevicesConfig):
     # Any of console, mlflow, file, tensorboard, wandb, swanlab (docs/tracking.md), or a name registered with
     # tracking.register_backend.
     logger: list[str] = key(["console", "mlflow"], TEXTS)
-    # null: a SQLite file in default_local_dir.
+    # Where MLflow keeps runs: http://host:5000, or sqlite:////home/me/mlflow.db for the runs of one machine. null: what
+    # the variable MLFLOW_TRACKING_URI says, without it an SQLite file in default_local_dir.
     mlflow_tracking_uri: str | None = key(None, or_null(TEXT))
     total_epochs: int = key(1, at_least(1))
     # null: total_epochs of the data.
