@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from scalerl.cache_directory import CACHE_DIR_ENV
-from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose, composed, model_roles
+from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose, model_roles
 from scalerl.config.schema import SlurmConfig
 from scalerl.config.value_checks import show
 from scalerl.config.written import quoted
@@ -23,6 +23,7 @@ from scalerl.errors import UserError
 from scalerl.launch.script import SCRIPTS, SEED, SbatchFile
 from scalerl.launch.slurm import Partition, has_pyxis, kill_wait_s, missing_commands, partitions, seconds_of
 from scalerl.runtime.checks import ErrorCollector
+from scalerl.trainer.run_name import named
 
 PREFIX = "slurm."
 DEVICES = "trainer.n_gpus_per_node"
@@ -108,7 +109,7 @@ def make_plan(arguments: Sequence[str]) -> Plan:
     command, rest = (arguments[0], arguments[1:]) if is_named else (COMMANDS[0], arguments)
     mine = [text for text in rest if text.lstrip("+").startswith(PREFIX)]
     overrides = [text for text in rest if text not in mine]
-    slurm, cfg, set_keys = _compose(command, mine, overrides)
+    slurm, cfg, set_keys, name = _compose(command, mine, overrides)
     errors = ErrorCollector()
     with _cache_of(cfg):
         _check_run(errors, cfg, "cpu" if cfg.trainer.device == "cpu" or slurm.gpus_per_node == 0 else "cuda")
@@ -123,7 +124,9 @@ def make_plan(arguments: Sequence[str]) -> Plan:
         errors.violations.extend(container_violations(slurm, slurm.container == "pyxis" and has_pyxis()))
     errors.raise_if_any()
     limit_s = seconds_to_end(chosen_partition(slurm, known or []), kill_wait_s())
-    return plan_of(slurm, cfg, ["scalerl", command, *overrides], limit_s, is_deadline_set=SAVE_DEADLINE in set_keys)
+    return plan_of(
+        slurm, cfg, ["scalerl", command, *overrides, *name], limit_s, is_deadline_set=SAVE_DEADLINE in set_keys
+    )
 
 
 def plan_of(
@@ -231,16 +234,18 @@ def _price_of_saves(cfg: PPOConfig | SFTConfig) -> str:
 
 def _compose(
     command: str, mine: list[str], overrides: list[str]
-) -> tuple[SlurmConfig, PPOConfig | SFTConfig, frozenset[str]]:
+) -> tuple[SlurmConfig, PPOConfig | SFTConfig, frozenset[str], list[str]]:
+    """Composes job and run.  The list has the override that names the run, so that a requeued job has the same name."""
     violations: list[str] = []
     slurm = cfg = None
     set_keys: frozenset[str] = frozenset()
+    name: list[str] = []
     try:
         slurm = compose("launch", mine).slurm
     except ConfigError as error:
         violations += error.violations
     try:
-        run = composed("sft" if command == "sft" else "ppo", overrides, rules=False)
+        run, name = named("sft" if command == "sft" else "ppo", overrides)
         cfg, set_keys = run.config, run.set_keys
         if DEVICES not in run.set_keys:
             violations.append(
@@ -251,7 +256,7 @@ def _compose(
         violations += error.violations
     if slurm is None or cfg is None or violations:
         raise ConfigError(violations)
-    return slurm, cfg, set_keys
+    return slurm, cfg, set_keys, name
 
 
 def _check_run(errors: ErrorCollector, cfg: PPOConfig | SFTConfig, device: str) -> None:
