@@ -18,7 +18,7 @@ from hydra import initialize_config_dir, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Quote, QuotedString, ValueType
+from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
@@ -47,6 +47,7 @@ from scalerl.config.validate import (
     without_repeats,
 )
 from scalerl.config.verl import Translation
+from scalerl.config.written import quoted, texts_of_yaml
 
 CONFIGS_PACKAGE = "scalerl.configs"
 VALIDATORS = {
@@ -174,8 +175,8 @@ def refusals(kind: str, overrides: Sequence[str], left_open: Iterable[str]) -> l
 
 def _checked(request: _Request, groups: list[str], with_rules: bool) -> Composed:
     partial = PartialConfig(SCHEMAS[request.kind], request.kind)
-    for origin, package, content in _files(request, groups):
-        partial.put_tree(package, content, f" in {origin}")
+    for origin, package, content, texts in _files(request, groups):
+        partial.put_tree(package, content, texts, f" in {origin}")
     for override in request.values:
         partial.put_override(override)
     for key in request.rejected:
@@ -385,7 +386,7 @@ def _search_path(request: _Request) -> list[str]:
     if request.config_dir is None:
         return []
     second = f"pkg://{CONFIGS_PACKAGE}" if _primary_is_users(request) else f"file://{request.config_dir}"
-    return [f"hydra.searchpath=[{QuotedString(second, Quote.single).with_quotes()}]"]
+    return [f"hydra.searchpath=[{quoted(second)}]"]
 
 
 def _group_overrides(request: _Request) -> list[str]:
@@ -486,8 +487,11 @@ def _computed_defaults(request: _Request, groups: Sequence[str]) -> _Defaults:
     )
 
 
-def _files(request: _Request, groups: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
-    """Yields (file, package, content) of every YAML file of the composition, in the order in which they apply."""
+def _files(request: _Request, groups: Sequence[str]) -> Iterator[tuple[str, str, Any, Any]]:
+    """Yields (file, package, content, texts) of every YAML file of the composition, in the order in which they apply.
+
+    texts: the content with numbers and booleans as they were written.
+    """
     for path, package in _defaults(request, groups).files:
         source = next((root.joinpath(path) for root in _roots(request) if root.joinpath(path).is_file()), None)
         if source is None:  # Hydra's own configs and the schema
@@ -495,4 +499,7 @@ def _files(request: _Request, groups: Sequence[str]) -> Iterator[tuple[str, str,
         text = source.read_text(encoding="utf-8")
         content = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
         if isinstance(content, dict):
-            yield str(source), package, {k: v for k, v in content.items() if k != "defaults"}
+            texts = texts_of_yaml(text)
+            texts = texts if isinstance(texts, dict) else content
+            content, texts = ({k: v for k, v in tree.items() if k != "defaults"} for tree in (content, texts))
+            yield str(source), package, content, texts

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
+from scalerl.config.schema.fields import domains_of
 from scalerl.config.suggestions import is_misspelt
 
 KeyKind = Literal["leaf", "section", "free", "unknown"]
@@ -35,6 +36,12 @@ class Leaf:
         return typing.get_origin(self.annotation) is dict
 
     @property
+    def is_text(self) -> bool:
+        """Whether the value is a text, or a list or dict of texts."""
+        domain = domains_of(self.owner).get(self.name)
+        return _text_type(self.annotation) or (domain is not None and domain.is_text)
+
+    @property
     def type_text(self) -> str:
         """The type as a user reads it."""
         text = self.annotation.__name__ if isinstance(self.annotation, type) else str(self.annotation)
@@ -43,6 +50,12 @@ class Leaf:
         if typing.get_origin(self.annotation) is list:
             return f"list[{typing.get_args(self.annotation)[0].__name__}]"
         return text.replace("typing.", "").replace("None", "null").replace("Any", "any")
+
+
+def _text_type(annotation: Any) -> bool:
+    """Whether a type is str, or a list or dict of it; null may be allowed, too."""
+    inner = [each for each in typing.get_args(annotation) if each is not type(None)]
+    return annotation is str or (bool(inner) and _text_type(inner[-1]))
 
 
 def leaves(schema: type, prefix: str = "") -> Iterator[Leaf]:
@@ -104,11 +117,17 @@ class KeyTable:
             return "leaf"
         if key in self.sections:
             return "section"
+        return "unknown" if self._dict_above(key) is None else "free"
+
+    def is_text(self, key: str) -> bool:
+        """Whether a key, also one in a dict of the user's own, holds text, or a list or dict of texts."""
+        leaf = self.leaves.get(key) or self._dict_above(key)
+        return leaf is not None and leaf.is_text
+
+    def _dict_above(self, key: str) -> Leaf | None:
         parts = key.split(".")
-        parents = (".".join(parts[:end]) for end in range(1, len(parts)))
-        if any(parent in self.leaves and self.leaves[parent].is_free_dict for parent in parents):
-            return "free"
-        return "unknown"
+        parents = (self.leaves.get(".".join(parts[:end])) for end in range(1, len(parts)))
+        return next((leaf for leaf in parents if leaf is not None and leaf.is_free_dict), None)
 
     def children(self, section: str) -> list[str]:
         """The names of the keys and sections right below a section."""

@@ -17,6 +17,7 @@ from scalerl.config.companions import COMPANIONS
 from scalerl.config.keys import defaults_of, fresh_defaults, key_table
 from scalerl.config.value_checks import show
 from scalerl.config.verl import Translation, Translator
+from scalerl.config.written import as_text, texts_of_override
 
 # OmegaConf parses an interpolation each time that its key is read, and a configuration has a hundred: most of the time
 # that it takes to resolve one. What it makes of a text is the same each time, and nothing writes into it.
@@ -57,6 +58,8 @@ class PartialConfig:
         # Keys that verl's vocabulary has asked for.
         self._asked: set[str] = set()
         self._written: set[str] = set()
+        # Keys, of verl's too, -> their values with the numbers and booleans as they were written.
+        self._texts: dict[str, Any] = {}
         self._left_open = None if left_open is None else dict(left_open)
 
     def put_override(self, override: Override) -> None:
@@ -68,10 +71,16 @@ class PartialConfig:
         elif override.package is not None:
             self._reject("", f"{override.input_line}: there is no group {override.key_or_group}")
         else:
-            self.put(override.key_or_group, override.value())
+            key, value = override.key_or_group, override.value()
+            self._keep_texts(key, value if isinstance(value, str) else texts_of_override(override.input_line or ""))
+            self.put(key, value)
 
-    def put_tree(self, package: str, content: dict[Any, Any], origin: str) -> None:
-        """Takes the content of a YAML file whose keys start at `package` ("" is the root)."""
+    def put_tree(self, package: str, content: dict[Any, Any], texts: dict[str, Any], origin: str) -> None:
+        """Takes the content of a YAML file whose keys start at `package` ("" is the root).
+
+        texts: the same with numbers and booleans as they were written (`texts_of_yaml`).
+        """
+        self._keep_texts(package, texts)
         if package and self.table.kind(package) == "unknown" and all(self._at_root(name) for name in content):
             self._reject(
                 "",
@@ -81,6 +90,12 @@ class PartialConfig:
             return
         for name, value in content.items():
             self.put(f"{package}.{name}" if package else str(name), value, origin)
+
+    def _keep_texts(self, key: str, texts: Any) -> None:
+        self._texts[key] = texts
+        if isinstance(texts, dict):
+            for name, inner in texts.items():
+                self._keep_texts(f"{key}.{name}" if key else str(name), inner)
 
     def put(self, key: str, value: Any, origin: str = "") -> None:
         """Sets `key`, or every key below it when it is a section; a key of verl is read in `finish`."""
@@ -92,7 +107,7 @@ class PartialConfig:
         elif kind == "unknown":
             self._reject(key, self.table.unknown(key, origin))
         elif kind != "section":
-            self._put_leaf(key, value, origin)
+            self._put_leaf(key, self.as_written(key, value, key), origin)
         elif isinstance(value, dict):
             for name, inner in value.items():
                 self.put(f"{key}.{name}", inner, origin)
@@ -167,6 +182,10 @@ class PartialConfig:
             with contextlib.suppress(OmegaConfBaseException):
                 return OmegaConf.create({"it": value}, parent=self._config).it
         return value
+
+    def as_written(self, key: str, value: Any, source: str) -> Any:
+        """The value for a key, with the characters that were written for the key `source` where it holds text."""
+        return as_text(value, self._texts.get(source, value)) if self.table.is_text(key) else value
 
     def foreign(self, key: str) -> Any:
         """The value that the user wrote for a key of verl; None if there is none."""

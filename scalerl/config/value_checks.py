@@ -16,11 +16,13 @@ class Domain:
     """The values that a key may have.
 
     limit: completes "must be ...".  example: an allowed value, as a user writes it; "": the default of the key.
+    is_text: a number or a boolean that a user writes is meant as the text, although the type of the key is Any.
     """
 
     allows: Callable[[Any], bool]
     limit: str
     example: str = ""
+    is_text: bool = False
 
 
 # Numbers
@@ -105,7 +107,7 @@ WEIGHTS = Domain(
     "finite numbers by name",
     "{correct: 1, format: 0.2}",
 )
-FILES = Domain(_is_files, "a path or a list of paths", "data.parquet")
+FILES = Domain(_is_files, "a path or a list of paths", "data.parquet", is_text=True)
 PARQUET = Domain(
     lambda v: _is_text(v) and v.endswith(".parquet"), "the path of a file that ends in .parquet", "out.parquet"
 )
@@ -151,7 +153,7 @@ KL_KIND = one_of(*_KL_ESTIMATES, *(f"{name}+" for name in _KL_ESTIMATES))
 
 def or_null(domain: Domain) -> Domain:
     """The values of a domain, and null."""
-    return Domain(lambda v: v is None or domain.allows(v), f"null or {domain.limit}", "null")
+    return Domain(lambda v: v is None or domain.allows(v), f"null or {domain.limit}", "null", domain.is_text)
 
 
 def _is_threshold(value: Any) -> bool:

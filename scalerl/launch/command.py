@@ -113,15 +113,23 @@ def _write_records(plan: Plan, job_id: str, script: Path, live: dict[Path, list[
     from scalerl.launch.record import SubmittedJob
 
     now = datetime.now().astimezone().isoformat(timespec="seconds")
-    output = str(plan.script.options["output"]).replace("%j", job_id).replace("%A", job_id)
+    pattern = str(plan.script.options["output"])
     for place, run_dir in enumerate(plan.run_dirs):
         own_id = f"{job_id}_{place}" if plan.script.seeds else job_id
         earlier = [replace(record, earlier=[]) for record, _ in live[run_dir]]
         logs = str(run_dir / "logs" / own_id)
-        SubmittedJob(own_id, now, str(script), output.replace("%a", str(place)), logs, earlier).write(run_dir)
+        SubmittedJob(own_id, now, str(script), output_file(pattern, job_id, place), logs, earlier).write(run_dir)
     if plan.script.seeds:
         seeds = list(plan.script.seeds)
-        SubmittedJob(job_id, now, str(script), output, str(plan.run_dir), seeds=seeds).write(plan.run_dir)
+        SubmittedJob(job_id, now, str(script), output_file(pattern, job_id), str(plan.run_dir), seeds=seeds).write(
+            plan.run_dir
+        )
+
+
+def output_file(pattern: str, job_id: str, place: int | None = None) -> str:
+    """The file of a job's output.  pattern: as sbatch takes it.  place: of a task in its array; None: `%a` stays."""
+    values = {"%%": "%", "%j": job_id, "%A": job_id} | ({} if place is None else {"%a": str(place)})
+    return re.sub("%.", lambda match: values.get(match[0], match[0]), pattern)
 
 
 def _say_submitted(plan: Plan, job_id: str) -> None:

@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from scalerl.cache_directory import CACHE_DIR_ENV
-from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose, composed, model_roles
+from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose, model_roles
 from scalerl.config.schema import SlurmConfig
 from scalerl.config.value_checks import show
+from scalerl.config.written import quoted
 from scalerl.errors import UserError
 from scalerl.launch.script import SCRIPTS, SEED, SbatchFile
 from scalerl.launch.slurm import Partition, has_pyxis, kill_wait_s, missing_commands, partitions, seconds_of
 from scalerl.runtime.checks import ErrorCollector
+from scalerl.trainer.run_name import named
 
 PREFIX = "slurm."
 DEVICES = "trainer.n_gpus_per_node"
@@ -107,7 +109,7 @@ def make_plan(arguments: Sequence[str]) -> Plan:
     command, rest = (arguments[0], arguments[1:]) if is_named else (COMMANDS[0], arguments)
     mine = [text for text in rest if text.lstrip("+").startswith(PREFIX)]
     overrides = [text for text in rest if text not in mine]
-    slurm, cfg, set_keys = _compose(command, mine, overrides)
+    slurm, cfg, set_keys, name = _compose(command, mine, overrides)
     errors = ErrorCollector()
     with _cache_of(cfg):
         _check_run(errors, cfg, "cpu" if cfg.trainer.device == "cpu" or slurm.gpus_per_node == 0 else "cuda")
@@ -122,7 +124,9 @@ def make_plan(arguments: Sequence[str]) -> Plan:
         errors.violations.extend(container_violations(slurm, slurm.container == "pyxis" and has_pyxis()))
     errors.raise_if_any()
     limit_s = seconds_to_end(chosen_partition(slurm, known or []), kill_wait_s())
-    return plan_of(slurm, cfg, ["scalerl", command, *overrides], limit_s, is_deadline_set=SAVE_DEADLINE in set_keys)
+    return plan_of(
+        slurm, cfg, ["scalerl", command, *overrides, *name], limit_s, is_deadline_set=SAVE_DEADLINE in set_keys
+    )
 
 
 def plan_of(
@@ -230,16 +234,18 @@ def _price_of_saves(cfg: PPOConfig | SFTConfig) -> str:
 
 def _compose(
     command: str, mine: list[str], overrides: list[str]
-) -> tuple[SlurmConfig, PPOConfig | SFTConfig, frozenset[str]]:
+) -> tuple[SlurmConfig, PPOConfig | SFTConfig, frozenset[str], list[str]]:
+    """Composes job and run.  The list has the override that names the run, so that a requeued job has the same name."""
     violations: list[str] = []
     slurm = cfg = None
     set_keys: frozenset[str] = frozenset()
+    name: list[str] = []
     try:
         slurm = compose("launch", mine).slurm
     except ConfigError as error:
         violations += error.violations
     try:
-        run = composed("sft" if command == "sft" else "ppo", overrides, rules=False)
+        run, name = named("sft" if command == "sft" else "ppo", overrides)
         cfg, set_keys = run.config, run.set_keys
         if DEVICES not in run.set_keys:
             violations.append(
@@ -250,7 +256,7 @@ def _compose(
         violations += error.violations
     if slurm is None or cfg is None or violations:
         raise ConfigError(violations)
-    return slurm, cfg, set_keys
+    return slurm, cfg, set_keys, name
 
 
 def _check_run(errors: ErrorCollector, cfg: PPOConfig | SFTConfig, device: str) -> None:
@@ -437,16 +443,16 @@ def _seed_overrides(cfg: PPOConfig | SFTConfig, run_dir: Path) -> list[str]:
         keys += [f"{role.section}.megatron.seed" for role in model_roles(cfg) if role.name == "critic"]
     return [
         *(f"{key}={SEED}" for key in keys),
-        f"trainer.experiment_name={cfg.trainer.experiment_name}-seed-{SEED}",
+        f"trainer.experiment_name={_as_value(f'{cfg.trainer.experiment_name}-seed-{SEED}')}",
         f"trainer.default_local_dir={_as_value(seed_dir(run_dir, SEED))}",
     ]
 
 
 def _as_value(text: str) -> str:
     """The text as a value on a command line of Hydra, in quotes where it needs them."""
-    if re.fullmatch(rf"[\w/.:@+{SEED}-]+", text):
+    if re.fullmatch(rf"[\w/.:@+{SEED}-]+", text, re.ASCII):
         return text
-    return "'" + text.replace("'", r"\'") + "'"
+    return quoted(text)
 
 
 def exported(patterns: Sequence[str], environment: Iterable[str]) -> list[str]:
@@ -461,7 +467,7 @@ def _options(
     options: dict[str, str | None] = {
         "job-name": cfg.trainer.experiment_name,
         "chdir": str(Path.cwd()),
-        "output": str(run_dir / LOGS / (ARRAY_OUTPUT if slurm.seeds else OUTPUT)),
+        "output": f"{run_dir / LOGS}/".replace("%", "%%") + (ARRAY_OUTPUT if slurm.seeds else OUTPUT),
         "nodes": str(num_nodes + slurm.spare_nodes),
         "signal": f"B:USR1@{slurm.notice_s}",
     }
@@ -480,7 +486,9 @@ def _options(
         options["gres"] = f"gpu:{gpus_per_node}"
     elif gpus_per_node:
         options["gpus-per-node"] = str(gpus_per_node)
-    return options | {name: None if value in (None, True) else str(value) for name, value in slurm.options.items()}
+    # An option without a value is written as {exclusive:null} or {exclusive:true}.
+    flags = {name: None for name, value in slurm.options.items() if value is None or value.lower() == "true"}
+    return options | slurm.options | flags
 
 
 def _variables(
@@ -520,4 +528,4 @@ def _variables(
         variables["SCALERL_MIN_GPUS"] = str(max(pool.n_gpus_per_node for pool in pools_of(cfg)))
     if slurm.interface is not None:
         variables["SCALERL_INTERFACE"] = slurm.interface
-    return variables | {name: str(value) for name, value in slurm.env.items()}
+    return variables | slurm.env

@@ -57,6 +57,7 @@ class RunInfo:
     # Whether this process has recorded to the same run before: it goes on after a lost rank, perhaps from step 0.
     restarted: bool = False
     total_steps: int | None = None
+    # None: an SQLite file in run_dir.
     mlflow_tracking_uri: str | None = None
     # Id of the MLflow run to continue.
     run_id: str | None = None
@@ -69,6 +70,11 @@ class RunInfo:
     datasets: Mapping[str, Sequence[str]] = field(default_factory=dict)
     # Seconds that `finish` may take; a backend that takes longer is abandoned.
     finish_timeout_s: float = FINISH_TIMEOUT_S
+
+    @property
+    def first_step(self) -> int:
+        """The first step that this process does: what an earlier one recorded of it and later steps is replaced."""
+        return self.resumed_from + 1 if self.resumed_from else 0
 
     @property
     def is_new(self) -> bool:

@@ -23,7 +23,7 @@ from scalerl.tracking.backend import (
     safe_uri,
 )
 from scalerl.tracking.chart_sections import with_sections
-from scalerl.tracking.mlflow_client import is_refusal, make_client, send
+from scalerl.tracking.mlflow_client import is_refusal, make_client, send, sqlite_uri
 from scalerl.tracking.mlflow_names import MetricNames, metric_name
 from scalerl.tracking.mlflow_run import MlflowRun
 from scalerl.tracking.spool import Record, Spool
@@ -49,7 +49,7 @@ class MlflowBackend:
     """
 
     def __init__(self, run: RunInfo) -> None:
-        self.tracking_uri = run.mlflow_tracking_uri or f"sqlite:///{run.run_dir.resolve() / 'mlflow.db'}"
+        self.tracking_uri = run.mlflow_tracking_uri or sqlite_uri(run.run_dir.resolve() / "mlflow.db")
         self._info = run
         # The other half is for requests that are still running at the end of the flush.
         self._flush_timeout_s = run.finish_timeout_s / 2
@@ -64,12 +64,12 @@ class MlflowBackend:
         try:
             self._client = make_client(self.tracking_uri)
             self._run = MlflowRun(self._client, self.tracking_uri, run)
-            continues = run.run_id is not None or (run.continue_unfinished and self._run.find_unfinished())
-            if not continues:
+            self._continues = run.run_id is not None or (run.continue_unfinished and self._run.find_unfinished())
+            if not self._continues:
                 self._run.create()
             self.run_id = self._run.run_id
             self._spool = Spool(run.run_dir / SPOOL / self.run_id)
-            if continues:
+            if self._continues:
                 self._continue()
             self._system = SystemMetrics()
         except Exception as error:
@@ -93,7 +93,9 @@ class MlflowBackend:
             data = {**data, **self._system.drain()}
         timestamp_ms = int(time_s * 1000)
         named = {self._names.of(key): value for key, value in with_sections(data).items()}
-        self._submit({"kind": "metrics", "data": named, "step": step, "timestamp_ms": timestamp_ms})
+        record = {"kind": "metrics", "data": named, "step": step, "timestamp_ms": timestamp_ms}
+        # A process that resumes from a step validates it again.
+        self._submit(record | ({"replaces": True} if self._continues and step == self._info.resumed_from else {}))
 
     def log_artifact(self, path: Path, folder: str | None = None) -> None:
         """Records a file or directory under its own name, in a folder of the run's artifacts."""
@@ -249,10 +251,12 @@ class MlflowBackend:
             if is_refusal(error) or self.tracking_uri.startswith("sqlite"):
                 raise
             self._went_away(error)
-            return
-        # Delivers what an earlier process left there.
-        with contextlib.suppress(Exception):
-            self.deliver()
+        else:
+            # Delivers what an earlier process left there.
+            with contextlib.suppress(Exception):
+                self.deliver()
+        # Behind what the earlier process recorded, so that the steps which this one does again have no second value.
+        self._submit({"kind": "rewind", "first_step": self._info.first_step})
 
     def _resume_if_pending(self) -> None:
         if self._resume_pending:

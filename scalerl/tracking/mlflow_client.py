@@ -14,6 +14,7 @@ from secrets import token_hex
 from typing import TYPE_CHECKING
 
 from scalerl.scratch import scratch_directory
+from scalerl.tracking.mlflow_history import remove_metrics
 from scalerl.tracking.mlflow_names import metric_name
 from scalerl.tracking.spool import Record
 from scalerl.whole_file import fsync
@@ -23,6 +24,23 @@ if TYPE_CHECKING:
 
 # Statuses that are not due to the record: credentials that can be renewed, time-outs, rate limits.
 _RETRIED_STATUSES = (401, 403, 408, 429)
+
+
+def sqlite_uri(path: Path) -> str:
+    """The tracking URI of an SQLite file, whatever characters its path has: a bare `?` would begin options."""
+    from sqlalchemy import URL
+
+    return URL.create("sqlite", database=str(path)).render_as_string()
+
+
+def sqlite_path(tracking_uri: str) -> Path | None:
+    """The file that a tracking URI of SQLite names; None for a URI of another kind, or of a database in memory."""
+    from sqlalchemy import make_url
+
+    if not tracking_uri.startswith("sqlite:///"):
+        return None
+    name = make_url(tracking_uri).database
+    return None if name in (None, "", ":memory:") else Path(name)
 
 
 def make_client(tracking_uri: str) -> MlflowClient:
@@ -41,10 +59,9 @@ def make_client(tracking_uri: str) -> MlflowClient:
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     # One line per retry.
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
-    if tracking_uri.startswith("sqlite:///"):
-        path = Path(tracking_uri.removeprefix("sqlite:///"))
+    if (path := sqlite_path(tracking_uri)) is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.name not in ("", ":memory:") and "?" not in tracking_uri and not path.exists():
+        if "?" not in tracking_uri and not path.exists():
             _make_database(path)
     return MlflowClient(tracking_uri=tracking_uri)
 
@@ -62,7 +79,7 @@ def _make_database(path: Path) -> None:
     try:
         with scratch_directory("scalerl-mlflow-", Path(tempfile.gettempdir())) as directory:
             made = directory / path.name
-            SqlAlchemyStore(f"sqlite:///{made}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH).engine.dispose()
+            SqlAlchemyStore(sqlite_uri(made), DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH).engine.dispose()
             shutil.copyfile(made, unfinished)
         fsync(unfinished)
         # Another run may have been quicker. Where the file system has no hard links, MLflow makes its tables there.
@@ -76,8 +93,14 @@ def send(client: MlflowClient, run_id: str, record: Record) -> None:
     """Sends a record; sending it again changes nothing, as MLflow keeps equal points (key, step, time, value) once."""
     from mlflow.entities import Metric
 
-    if record["kind"] == "metrics":
-        time_and_step = (record["timestamp_ms"], record["step"])
+    if record["kind"] == "rewind":
+        remove_metrics(client, run_id, first_step=record["first_step"])
+    elif record["kind"] == "metrics":
+        step = record["step"]
+        if record.get("replaces"):
+            keys = [metric_name(key) for key in record["data"]]
+            remove_metrics(client, run_id, first_step=step, last_step=step, keys=keys)
+        time_and_step = (record["timestamp_ms"], step)
         metrics = [Metric(metric_name(key), value, *time_and_step) for key, value in record["data"].items()]
         client.log_batch(run_id, metrics=metrics)
     elif record["kind"] == "artifact":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from scalerl.tracking.backend import RunInfo, flat_config, safe_uri
-from scalerl.tracking.mlflow_client import is_refusal
+from scalerl.tracking.mlflow_client import is_refusal, sqlite_path
 from scalerl.tracking.mlflow_names import metric_name, param_text
 from scalerl.whole_file import whole_file
 
@@ -130,8 +130,8 @@ class MlflowRun:
         """URI of the folder for artifacts; None if a server decides."""
         if urlsplit(self._tracking_uri).scheme.partition("-")[0] in ("http", "https", "databricks"):
             return None
-        if self._tracking_uri.startswith("sqlite:///"):
-            return (Path(self._tracking_uri.removeprefix("sqlite:///")).resolve().parent / "mlartifacts").as_uri()
+        if (database := sqlite_path(self._tracking_uri)) is not None:
+            return (database.resolve().parent / "mlartifacts").as_uri()
         return (self._info.run_dir.resolve() / "mlartifacts").as_uri()
 
     def _describe(self, known: Mapping[str, str]) -> None:

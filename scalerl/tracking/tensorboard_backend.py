@@ -28,7 +28,7 @@ class TensorboardBackend:
         if not run.is_new:
             # TensorBoard drops the events of earlier files in the directory from this step on.
             start = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(step=run.resumed_from + 1, session_log=start))
+            self._writer.add_event(Event(step=run.first_step, session_log=start))
         rows = [[key, value] for key, value in flat_config(run.config).items()]
         if rows:
             self.log_table("config", ["key", "value"], rows, run.resumed_from)

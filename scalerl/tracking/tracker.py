@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -34,7 +35,8 @@ class Tracking:
     """Logs a run's metrics, tables and files to every configured backend.
 
     default_backend: a registered name or names.  config: the run's configuration as nested mapping.
-    run_dir: directory for the files of this run, created if missing.  mlflow_tracking_uri: None: sqlite in run_dir.
+    run_dir: directory for the files of this run, created if missing.
+    mlflow_tracking_uri: None: that of the variable MLFLOW_TRACKING_URI, without it an SQLite file in run_dir.
     description, tags, datasets: what the run is, as `RunInfo` has them.
     run_id: id of the MLflow run to continue.  continue_unfinished: as `RunInfo` has it.
     resumed_from: the step that this process resumes from (0: none).
@@ -81,7 +83,7 @@ class Tracking:
             resumed_from=resumed_from,
             restarted=restarted,
             total_steps=total_steps,
-            mlflow_tracking_uri=mlflow_tracking_uri,
+            mlflow_tracking_uri=mlflow_tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or None,
             run_id=run_id,
             continue_unfinished=continue_unfinished,
             description=description,

@@ -215,7 +215,7 @@ def open_tracker(
 ) -> Tracking:
     """Opens the trackers; saves the resolved configuration in the run's directory, and logs it."""
     trainer, description, run_dir = cfg.trainer, describe(cfg, device), host.run_dir
-    run_id = host.restarts.mlflow_run_id or (None if is_val_only(cfg) else resumed.state.get("mlflow_run_id"))
+    run_id = host.restarts.mlflow_run_id or (None if is_val_only(cfg) else resumed.mlflow_run_in(run_dir))
     save_resolved(cfg, run_dir / RESOLVED_CONFIG)
     tracker = Tracking(
         trainer.project_name,

@@ -63,6 +63,12 @@ class Resumed:
         """The last step that the checkpoint has; 0 for a fresh start."""
         return int(self.state.get("step", 0))
 
+    def mlflow_run_in(self, run_dir: Path) -> str | None:
+        """The MLflow run that goes on in a run's directory; None for a checkpoint of another directory."""
+        if self.directory is None or self.directory.resolve().parent != run_dir.resolve():
+            return None
+        return self.state.get("mlflow_run_id")
+
 
 def find_resume_point(
     root: str,

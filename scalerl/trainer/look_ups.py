@@ -8,23 +8,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 from scalerl.config import PPOConfig, SFTConfig
-from scalerl.config.compose import Composed, composed
+from scalerl.config.compose import Composed
 from scalerl.config.errors import ConfigError
 from scalerl.config.partial_config import OVERRIDES, PLACEHOLDER
 from scalerl.config.registered_names import ESTIMATORS, POLICY_LOSSES, REWARD_MANAGERS
 from scalerl.config.rules.base import value_at
 from scalerl.runtime.checks import ErrorCollector
 from scalerl.trainer.beginning import run_directory_violation
+from scalerl.trainer.run_name import named
 from scalerl.user_code import import_file, import_files
 
 
 def composed_run(kind: Literal["ppo", "sft"], overrides: Sequence[str]) -> Composed:
-    """Composes the configuration of a run; an error comes with those of the files and names in the configuration.
+    """Composes the configuration of a run, with a name; an error comes with those of the files and names in it.
 
     Rules between keys are left to preflight, which checks them with files and models. Raises ConfigError.
     """
     try:
-        return composed(kind, overrides, rules=False)
+        return named(kind, overrides)[0]
     except ConfigError as error:
         if error.config is None:
             raise

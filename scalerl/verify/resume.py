@@ -283,4 +283,7 @@ def is_of_history(key: str) -> bool:
 
 
 def _mlflow_uri(run_dir: Path) -> str:
-    return f"sqlite:///{(run_dir / 'mlflow.db').absolute()}"
+    # Imported here: a package of trackers, where numpy comes with them.
+    from scalerl.tracking.mlflow_client import sqlite_uri
+
+    return sqlite_uri(run_dir.absolute() / "mlflow.db")

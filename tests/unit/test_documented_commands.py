@@ -364,7 +364,7 @@ def parse_mlflow(argv: list[str]) -> None:
     command = mlflow.get_command(click.Context(mlflow), argv[0])
     assert command is not None
     context = command.make_context(argv[0], argv[1:])
-    assert context.params["backend_store_uri"].startswith("sqlite:///outputs/")
+    assert context.params["backend_store_uri"].startswith("sqlite:///")
 
 
 def check_script_and_command(argv: list[str]) -> None:

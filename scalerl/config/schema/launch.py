@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from scalerl.config.schema.fields import key
 from scalerl.config.value_checks import SEEDS, TEXT, TEXTS, at_least, one_of, or_null
@@ -42,10 +41,10 @@ class SlurmConfig:
     # How devices are asked for: gpus-per-node | gres (--gres=gpu:N) | none (for a site that gives whole nodes and
     # does not count devices).
     gpu_option: str = key("gpus-per-node", one_of("gpus-per-node", "gres", "none"))
-    # Other options of sbatch, without dashes: {constraint:h100,exclude:n7}.
-    options: dict[str, Any] = field(default_factory=dict)
+    # Other options of sbatch, without dashes: {constraint:h100,exclude:n7}; one without a value: {exclusive:null}.
+    options: dict[str, str | None] = field(default_factory=dict)
     # Environment variables of every process: {NCCL_IB_HCA:mlx5_0,NCCL_DEBUG:INFO}.
-    env: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
     # Environment variables of the submitting shell that the job gets, beside PATH, HOME, USER and SCALERL_*:
     # [HF_HOME,NCCL_*]. null: all.
     export: list[str] | None = key(None, or_null(TEXTS))

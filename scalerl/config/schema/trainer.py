@@ -23,6 +23,8 @@ from scalerl.config.value_checks import (
 
 # Tracking backends that are scalerl's own.
 LOGGERS = ("console", "mlflow", "file", "tensorboard", "wandb", "swanlab")
+# A run without a name of the user's, which `scalerl.trainer.run_name` names.
+AUTO_NAME = "auto"
 # Implementations of FlashAttention that torch can call instead of its own; what they need is in parallel's table.
 FLASH_ATTENTION_IMPLS = ("FA3", "FA4")
 
@@ -49,11 +51,14 @@ class RunConfig(UserFilesConfig, DevicesConfig):
     # have. torch calls its way to both a prototype (docs/parallelism.md).
     flash_attention_impl: str | None = key("auto", or_null(one_of("auto", *FLASH_ATTENTION_IMPLS)))
     project_name: str = key("scalerl", TEXT)
-    experiment_name: str = key("default", TEXT)
+    # auto: MODEL-DATA-TIME-ID, where ID is a digest of the keys that were set outside `trainer`; the same command again
+    # takes the name that it had before (docs/tracking.md).
+    experiment_name: str = key(AUTO_NAME, TEXT)
     # Any of console, mlflow, file, tensorboard, wandb, swanlab (docs/tracking.md), or a name registered with
     # tracking.register_backend.
     logger: list[str] = key(["console", "mlflow"], TEXTS)
-    # null: a SQLite file in default_local_dir.
+    # Where MLflow keeps runs: http://host:5000, or sqlite:////home/me/mlflow.db for the runs of one machine. null: what
+    # the variable MLFLOW_TRACKING_URI says, without it an SQLite file in default_local_dir.
     mlflow_tracking_uri: str | None = key(None, or_null(TEXT))
     total_epochs: int = key(1, at_least(1))
     # null: total_epochs of the data.
@@ -150,7 +155,6 @@ class TrainerConfig(RunConfig):
 class SFTTrainerConfig(RunConfig):
     """`trainer` of `scalerl sft`."""
 
-    experiment_name: str = "sft"
     # Steps between validations on data.val_files; before the first step and at the last there is one, too. -1: these
     # two alone; 0: none. Not set, with best_ckpt_to_keep: save_freq.
     test_freq: int = key(RunConfig.test_freq, SAVE_FREQ)

@@ -44,6 +44,7 @@ class ConfigView(Protocol):
     def is_set(self, key: str) -> bool: ...
     def left_open(self, key: str) -> str | None: ...
     def resolved(self, value: Any) -> Any: ...
+    def as_written(self, key: str, value: Any, source: str) -> Any: ...
 
 
 @dataclass
@@ -80,8 +81,12 @@ class Translator:
                 clash = _clash(config, said, key, outcome)
                 if clash is None:
                     said |= dict.fromkeys(outcome.values, key)
-                    becomes = tuple(f"{name}={show(new)}" for name, new in outcome.values.items())
-                    yield Translation(key, value, "renamed", becomes, outcome.why, origin), outcome.values
+                    values = {
+                        name: config.as_written(name, new, key) if new == value else new
+                        for name, new in outcome.values.items()
+                    }
+                    becomes = tuple(f"{name}={show(new)}" for name, new in values.items())
+                    yield Translation(key, value, "renamed", becomes, outcome.why, origin), values
                 else:
                     yield Translation(key, value, "refused", why=clash, origin=origin), {}
 

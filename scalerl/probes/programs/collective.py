@@ -23,7 +23,7 @@ def sum_over_ranks(rank: int, num_ranks: int, device: str, directory: str) -> No
     if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", init_method=f"file://{directory}/rendezvous", rank=rank,
+        "nccl" if device == "cuda" else "gloo", store=dist.FileStore(f"{directory}/rendezvous", num_ranks), rank=rank,
         world_size=num_ranks, timeout=timedelta(seconds=TIMEOUT_S),
     )  # fmt: skip
     values = torch.full((NUM_BYTES[device] // 4,), float(rank + 1), device=device)

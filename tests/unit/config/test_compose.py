@@ -454,3 +454,54 @@ def test_devices_are_the_machines_own_unless_given(monkeypatch):
     assert [cfg.trainer.n_gpus_per_node for cfg in (on_auto, on_cpu, given)] == [6, 3, 5]
     ppo = compose("ppo", PPO, rules=False)
     assert ppo.trainer.n_gpus_per_node == ppo.critic.resource_pool.n_gpus_per_node == 6
+
+
+# Text that Hydra or YAML reads as a number or a boolean.
+LIKE_NUMBERS = ["20240101_1530", "1_11", "1.50", "1e3", "+1", "007", "1:30:00", "true", "on", "0x10", "nan", "-0"]
+
+
+@pytest.mark.parametrize("text", LIKE_NUMBERS)
+def test_text_that_looks_like_a_number_keeps_its_characters(tmp_path, text):
+    lines = {
+        "config.yaml": f"""
+            data: {{train_files: [{text}, a.parquet], val_files: {text}}}
+            trainer: {{experiment_name: {text}, logger: [console, {text}]}}
+            custom_reward_function: {{reward_kwargs: {{a: 1_1}}}}
+        """,
+        "verl.yaml": f"model: {{partial_pretrain: {text}}}",
+        "launch.yaml": f"slurm: {{account: {text}, env: {{A: {text}}}, options: {{begin: {text}}}, nodes: 1_0}}",
+    }
+    for name, content in lines.items():
+        (tmp_path / name).write_text(content)
+    files = ["--config-dir", str(tmp_path), "--config-name"]
+
+    typed = compose("ppo", [*PPO, f"trainer.experiment_name={text}", f"data.train_files=[{text},a]"], rules=False)
+    section = compose("ppo", [*PPO, f"trainer={{experiment_name:{text},nnodes:1_0}}"], rules=False)
+    in_file = compose("ppo", [*PPO[2:], *files, "config"], rules=False)
+    for cfg in (typed, section, in_file):
+        assert cfg.trainer.experiment_name == text
+        assert cfg.trainer.default_local_dir == f"outputs/scalerl/{text}"
+    assert typed.data.train_files == [text, "a"] and section.trainer.nnodes == 10
+    assert (in_file.data.train_files, in_file.data.val_files) == ([text, "a.parquet"], text)
+    assert in_file.trainer.logger == ["console", text]
+    # What the user's own function gets has the types of YAML.
+    assert in_file.custom_reward_function.reward_kwargs == {"a": 11}
+
+    of_verl = ["data.train_files=a.parquet", f"model.partial_pretrain={text}"]
+    assert compose("sft", of_verl, rules=False).model.path == text
+    assert compose("sft", [*SFT[:1], *files, "verl"], rules=False).model.path == text
+
+    of_job = [f"slurm.account={text}", f"slurm.env={{A:{text}}}", f"slurm.options.begin={text}", "slurm.nodes=1_0"]
+    for slurm in (compose("launch", of_job).slurm, compose("launch", [*files, "launch"]).slurm):
+        assert (slurm.account, slurm.env, slurm.options, slurm.nodes) == (text, {"A": text}, {"begin": text}, 10)
+
+    save_resolved(in_file, tmp_path / "saved.yaml")
+    assert compose("ppo", [*files, "saved"], rules=False) == in_file
+
+
+def test_null_is_no_text():
+    cfg = compose("ppo", [*PPO, "trainer.mlflow_tracking_uri=null", "trainer.resume_from_path=NULL"])
+    assert (cfg.trainer.mlflow_tracking_uri, cfg.trainer.resume_from_path) == (None, None)
+    assert compose("ppo", [*PPO, "trainer.experiment_name='null'"]).trainer.experiment_name == "null"
+    [violation] = violations("ppo", *PPO, "trainer.experiment_name=null")
+    assert violation.startswith("trainer.experiment_name = null: ")

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from scalerl.config import compose
 from scalerl.errors import UserError
 from scalerl.launch import command
 from scalerl.launch.command import LAUNCHERS_OWN, last_line, last_step
+from scalerl.launch.plan import plan_of
 from scalerl.launch.record import SubmittedJob
 from scalerl.launch.slurm import Job
+
+RUN = ["data.train_files=t.parquet", "data.val_files=v.parquet", "actor_rollout_ref.model.path=model"]
 
 
 def test_the_launchers_line_is_found_whatever_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,6 +39,16 @@ def test_the_launchers_line_is_found_whatever_follows(tmp_path: Path, monkeypatc
     assert last() == "[scalerl    1s] first"
     out.write_text("nothing of it\n")
     assert last() is None
+
+
+def test_the_output_of_a_run_whose_path_has_signs_of_patterns(tmp_path: Path) -> None:
+    cfg = compose("ppo", [*RUN, f"trainer.default_local_dir='{tmp_path}/50%job %a'"], rules=False)
+    for job, place, file in (([], None, "slurm-12.out"), (["slurm.seeds=[7,8]"], 1, "slurm-12_1.out")):
+        plan = plan_of(compose("launch", job).slurm, cfg, ["scalerl", "train"])
+        pattern = str(plan.script.options["output"])
+        # What Slurm would put in is not in the folder's name.
+        assert set(re.findall("%.", pattern)) <= {"%%", "%j", "%A", "%a"} and "%%job %%a" in pattern
+        assert command.output_file(pattern, "12", place) == f"{tmp_path}/50%job %a/logs/{file}"
 
 
 def test_the_last_step_is_told(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from scalerl.config import ConfigError, compose
 from scalerl.config.schema import SlurmConfig
 from scalerl.errors import UserError
+from scalerl.launch import plan as plan_module
 from scalerl.launch.plan import (
     SAVE_DEADLINE,
     Pool,
@@ -98,6 +99,31 @@ def test_a_seed_reaches_all_that_draws_numbers(directory: str) -> None:
             [seeded.megatron] if policy is None else [policy.actor.megatron, policy.rollout, seeded.critic.megatron]
         )
         assert [each.seed for each in (seeded.data, *models)] == [8] * (1 + len(models))
+
+
+@pytest.mark.parametrize("name", ["20240101_1530", "1e3", "true", "a b", "it's, [me]", "été", "a=b", "c\\"])
+def test_text_that_looks_like_a_number_or_needs_quotes_reaches_the_tasks_of_an_array(name: str) -> None:
+    job = ["slurm.seeds=[7,8]", "slurm.env={TOPO:1_1,FLAG:true}", "slurm.options={begin:16:00,exclusive:true}"]
+    cfg = compose("ppo", RUN, rules=False)
+    cfg.trainer.experiment_name = name
+    script = plan_of(compose("launch", job).slurm, cfg, ["scalerl", "train", *RUN]).script
+    arguments = [text.replace(SEED, "8") for text in script.command[2:]]
+    assert compose("ppo", arguments, rules=False).trainer.experiment_name == f"{name}-seed-8"
+    assert script.variables["TOPO"] == "1_1" and script.variables["FLAG"] == "true"
+    assert script.options["begin"] == "16:00" and script.options["exclusive"] is None
+
+
+def test_a_job_has_the_name_of_its_run_which_a_requeued_one_has_too(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, cfg, set_keys, name = plan_module._compose("train", [], [*RUN, *EIGHT])
+    assert name == [f"trainer.experiment_name={cfg.trainer.experiment_name}"] and cfg.trainer.experiment_name != "auto"
+    assert SAVE_DEADLINE not in set_keys
+    # Submitted again, as for a dependency, while the first has only its directory.
+    Path(cfg.trainer.default_local_dir).mkdir(parents=True)
+    assert plan_module._compose("train", [], [*RUN, *EIGHT])[3] == name
+    job = compose("ppo", [*RUN, *EIGHT, *name], rules=False)
+    assert job.trainer.default_local_dir == cfg.trainer.default_local_dir
+    assert plan_module._compose("train", [], [*RUN, *EIGHT, "trainer.experiment_name=mine"])[3] == []
 
 
 def test_pools_have_nodes_of_their_own() -> None:

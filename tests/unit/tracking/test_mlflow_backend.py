@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import runpy
+import shlex
 import shutil
 import signal
 import socket
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -24,6 +26,7 @@ from scalerl.tracking import Tracking, plots
 from scalerl.tracking.backend import flat_config, safe_uri
 from scalerl.tracking.mlflow_names import metric_name, param_text
 from scalerl.tracking.mlflow_pages import how_to_open
+from scalerl.tracking.spool import Spool
 from tests.lanes import full
 
 
@@ -88,20 +91,96 @@ def test_resume_continues_the_same_run(run_dir):
     for step in (1, 2, 3):
         first.log({"x": step}, step)
     first.finish("FAILED")
-    second = Tracking("p", "e", "mlflow", {"lr": 2.0, "seed": 7, "new": 1}, run_dir=run_dir, run_id=run_id)
+    resumed: dict[str, Any] = {"run_dir": run_dir, "run_id": run_id, "resumed_from": 3}
+    second = Tracking("p", "e", "mlflow", {"lr": 2.0, "seed": 7, "new": 1}, **resumed)
     assert second.run_id == run_id
     assert client(run_dir).get_run(run_id).info.status == "RUNNING"
-    for step in (3, 4):
-        second.log({"x": 10 * step}, step)
+    second.log({"x": 40}, 4)
     second.finish()
     run = client(run_dir).get_run(run_id)
-    points = client(run_dir).get_metric_history(run_id, "x")
-    assert [(point.step, point.value) for point in points] == [(1, 1), (2, 2), (3, 3), (3, 30), (4, 40)]
+    assert history(run_dir, run_id) == [(1, 1), (2, 2), (3, 3), (4, 40)]
     assert run.info.status == "FINISHED"
     # MLflow refuses a second value for a param: the change is a tag, and the run goes on.
     assert run.data.params == {"lr": "1.0", "seed": "7", "new": "1"}
     assert run.data.tags["changed.lr"] == "2.0" and "changed.seed" not in run.data.tags
     assert len(client(run_dir).search_runs([run.info.experiment_id])) == 1
+
+
+def test_steps_that_are_done_again_have_one_value(run_dir):
+    """After a crash between saves: the steps behind the checkpoint are those of the process that goes on."""
+    first = Tracking("p", "e", "mlflow", run_dir=run_dir)
+    run_id = first.run_id
+    first.log({"val/x": 0.0, "x": 0.0}, 0)
+    for step in range(1, 6):
+        first.log({"x": step, "val/x": step, "critic/score/mean": step, **({"rare": step} if step > 2 else {})}, step)
+    first.finish("KILLED")
+    other = Tracking("p", "other", "mlflow", run_dir=run_dir)
+    other.log({"x": 7}, 7)
+    other.finish()
+
+    second = Tracking("p", "e", "mlflow", run_dir=run_dir, run_id=run_id, resumed_from=2)
+    second.wait_started()
+    # Also what the list of runs shows is of the last step that counts.
+    assert "rare" not in client(run_dir).get_run(run_id).data.metrics
+    assert client(run_dir).get_run(run_id).data.metrics["x"] == 2
+    # It validates the step that it resumes from.
+    second.log({"val/x": 20}, 2)
+    for step in (3, 4):
+        second.log({"x": 10 * step}, step)
+    second.finish()
+    assert history(run_dir, run_id) == [(0, 0), (1, 1), (2, 2), (3, 30), (4, 40)]
+    assert history(run_dir, run_id, "val/x") == [(0, 0), (1, 1), (2, 20)]
+    # The copies that sort first, too.
+    assert history(run_dir, run_id, "1 reward/score") == [(1, 1), (2, 2)]
+    metrics = client(run_dir).get_run(run_id).data.metrics
+    assert (metrics["x"], metrics["val/x"]) == (40, 20)
+
+    # One that begins again has nothing of before.
+    third = Tracking("p", "e", "mlflow", run_dir=run_dir, run_id=run_id, restarted=True)
+    third.log({"x": 100}, 0)
+    third.finish()
+    assert history(run_dir, run_id) == [(0, 100)] and history(run_dir, run_id, "val/x") == []
+    assert history(run_dir, other.run_id or "") == [(7, 7)]
+
+
+def test_what_an_earlier_process_could_not_deliver_gives_no_step_two_values(run_dir):
+    first = Tracking("p", "e", "mlflow", run_dir=run_dir)
+    run_id = first.run_id or ""
+    first.log({"x": 1}, 1)
+    first.finish("KILLED")
+    waiting = Spool(run_dir / "mlflow_spool" / run_id)
+    for step in (1, 2):
+        waiting.append({"kind": "metrics", "data": {"y": step}, "step": step, "timestamp_ms": 1})
+    with Tracking("p", "e", "mlflow", run_dir=run_dir, run_id=run_id, resumed_from=1) as second:
+        second.log({"x": 20, "y": 20}, 2)
+    assert (history(run_dir, run_id), history(run_dir, run_id, "y")) == ([(1, 1), (2, 20)], [(1, 1), (2, 20)])
+
+
+@pytest.mark.parametrize("name", ["a what?x", "b 50%20off", "c#d", "e%2Ff&g=h", "100%", "été: @"])
+def test_a_directory_with_signs_of_addresses_has_its_database_and_artifacts(tmp_path, name):
+    run_dir = tmp_path / name
+    with Tracking("p", "e", "mlflow", run_dir=run_dir) as tracking:
+        tracking.log({"critic/score/mean": 1}, 1)
+        how, run_id = tracking.how_to_open or "", tracking.run_id or ""
+    assert (run_dir / "mlflow.db").is_file() and list((run_dir / "mlartifacts").rglob("curves.png"))
+    assert [path for path in tmp_path.rglob("*.db") if path.parent != run_dir] == []
+    # The store that the printed command opens has the run.
+    command = shlex.split(how.splitlines()[-1].partition("once this runs: ")[2])
+    shown = MlflowClient(command[-1])
+    assert shown.get_run(run_id).info.run_name == "e"
+    assert [each.path for each in shown.list_artifacts(run_id, "plots")] == ["plots/curves.png"]
+
+
+def test_the_variable_of_mlflow_says_where_runs_go_and_the_key_wins(run_dir, tmp_path, monkeypatch, empty_db):
+    own = tmp_path / "own"
+    shutil.copytree(empty_db.parent, own)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{run_dir}/mlflow.db")
+    with Tracking("p", "e", "mlflow", run_dir=tmp_path / "run", continue_unfinished=True) as by_variable:
+        assert by_variable.tracking_uri == f"sqlite:///{run_dir}/mlflow.db"
+    assert not (tmp_path / "run" / "mlflow.db").exists()
+    uri = f"sqlite:///{own}/mlflow.db"
+    with Tracking("p", "e", "mlflow", run_dir=tmp_path / "run", mlflow_tracking_uri=uri) as by_key:
+        assert by_key.tracking_uri == uri
 
 
 def test_a_run_that_was_lost_before_its_first_checkpoint_is_continued(run_dir):

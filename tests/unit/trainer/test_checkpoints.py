@@ -169,6 +169,13 @@ def test_resume_path_goes_where_it_is_told(tmp_path: Path, model: Path) -> None:
     assert resume_point.directory == wanted and resume_point.step == 1
 
 
+def test_a_run_that_begins_at_a_checkpoint_of_another_directory_has_an_mlflow_run_of_its_own(tmp_path: Path) -> None:
+    resume_point = checkpoints.Resumed(tmp_path / "run" / "global_step_1", {"step": 1, "mlflow_run_id": "12ab"})
+    assert resume_point.mlflow_run_in(tmp_path / "x" / ".." / "run") == "12ab"
+    assert resume_point.mlflow_run_in(tmp_path / "branch") is None
+    assert checkpoints.Resumed(None, {}).mlflow_run_in(tmp_path) is None
+
+
 @pytest.mark.parametrize("what", ["missing", "half"])
 def test_resume_path_must_be_whole(tmp_path: Path, model: Path, what: str) -> None:
     directory = save(tmp_path, 1, model)
