@@ -54,10 +54,10 @@ class Scored:
                 counts[row] = counts.get(row, 0) + 1
         return counts
 
-    def _arguments(self) -> tuple[list[str], list[int], list[float], list[dict[str, Any]], list[bool]]:
-        results = self.results
-        scores, extras = [result.score for result in results], [result.extra for result in results]
-        return self.data_sources, self.rows, scores, extras, [result.error is not None for result in results]
+    def _arguments(self) -> tuple[list[str], list[int], list[float], list[dict[str, Any]], list[bool] | None]:
+        scores, extras = [result.score for result in self.results], [result.extra for result in self.results]
+        failed = [result.error is not None for result in self.results] if self.failed else None
+        return self.data_sources, self.rows, scores, extras, failed
 
 
 def score_rows(

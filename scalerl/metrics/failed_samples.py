@@ -12,8 +12,6 @@ import numpy as np
 
 # Keys under which a reward function returns if the answer is correct, and the answer that it read.
 CORRECT, PREDICTION = "acc", "pred"
-# The metric of a validation with the number of its failed samples.
-NUM_FAILED = "val/num_failed"
 
 
 def as_wrong(

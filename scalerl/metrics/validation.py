@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from scalerl.metrics.failed_samples import CORRECT, PREDICTION, with_wrong_extras
 
 REWARD = "reward"
+NUM_FAILED = "num_failed"
 # Draws that estimate a majority vote, which has no closed form.
 NUM_RESAMPLES = 1000
 SEED = 42
@@ -30,7 +32,8 @@ def validation_metrics(
     """The values of `source_metrics` as {val-core|val-aux}/{data_source}/{variable}/{metric}, for the trackers.
 
     In val-core: mean@N, best@N/mean, maj@N/mean and pass@N of the reward and of `acc`, N being the largest number of
-    responses to a prompt of the data source. Arguments and errors as those of `source_metrics`.
+    responses to a prompt of the data source; with `failed` also NUM_FAILED, their number, without a variable. Arguments
+    and errors as those of `source_metrics`.
     """
     metrics: dict[str, float] = {}
     for source, variables in source_metrics(data_sources, uids, scores, extras, failed).items():
@@ -40,6 +43,9 @@ def validation_metrics(
             for name, value in values.items():
                 section = "val-core" if variable in (REWARD, CORRECT) and name in core else "val-aux"
                 metrics[f"{section}/{source}/{variable}/{name}"] = value
+    if failed is not None:
+        counts = Counter(source for source, is_failed in zip(data_sources, failed, strict=True) if is_failed)
+        metrics |= {f"val-core/{source}/{NUM_FAILED}": float(counts[source]) for source in dict.fromkeys(data_sources)}
     return metrics
 
 

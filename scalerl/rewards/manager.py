@@ -217,7 +217,7 @@ class NaiveRewardManager(RewardManager):
             f"  data_source: {request.data_source!r}\n"
             f"  ground_truth: {request.ground_truth!r}\n"
             f"  response{cut}: {response[:_MAX_RESPONSE_CHARS]!r}\n"
-            "  Correct the function, or set reward_model.on_error=zero to score such samples 0 and count them."
+            "  Correct the function, or set reward_model.on_error=zero to take such samples for wrong and count them."
         )
 
 

@@ -16,7 +16,6 @@ from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config import PPOConfig
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.metrics import Metric, Timers, merge_metrics, validation_metrics
-from scalerl.metrics.failed_samples import NUM_FAILED
 from scalerl.random_states import generator_states, restore_generators
 from scalerl.runtime.stop import StopRequest
 from scalerl.tracking import Tracking
@@ -226,9 +225,9 @@ def validate(run: Run) -> dict[str, float]:
         texts = run.rollout.texts(samples, rows, "val", with_special_tokens=with_special)
         run.tracker.log_table("val/generations", *generations_table(columns, texts), step=run.step)
     run.rollout.drop(samples)
-    names = ("data_source", "uid", "score", "reward_extra", "reward_failed")
-    metrics = validation_metrics(*(columns[name] for name in names))
-    metrics[NUM_FAILED] = float(columns["reward_failed"].sum())
+    failed = columns["reward_failed"] if run.config.reward_model.on_error == "zero" else None
+    sources, scores = columns["data_source"], columns["score"]
+    metrics = validation_metrics(sources, columns["uid"], scores, columns["reward_extra"], failed)
     run.saves.tested(run.step, metrics)
     run.tested_at = run.step
     return metrics

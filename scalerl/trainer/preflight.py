@@ -220,7 +220,7 @@ def _try_rewards(
 
     try:
         if tokenizer is not None:
-            errors.violations.extend(reward_violations(rewards, cfg.reward_model, datasets, tokenizer))
+            errors.violations.extend(reward_violations(rewards, cfg, datasets, tokenizer))
     finally:
         rewards.close()
 

@@ -7,7 +7,7 @@ import functools
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from scalerl.config import PPOConfig, SFTConfig
 from scalerl.config.schema import RunConfig
 from scalerl.controller.training.save_calls import Writing
 from scalerl.errors import UserError
+from scalerl.metrics.validation import NUM_FAILED
 from scalerl.trainer import checkpoints
 from scalerl.trainer.checkpoints import SavedModel
 from scalerl.trainer.uploads import Uploads
@@ -37,6 +38,12 @@ from scalerl.trainer.uploads import Uploads
 # after the loss of a rank, because the save may hang in the process group of that rank.
 _AFTER_INTERRUPT_S, _AFTER_LOST_RANK_S = 10.0, 30.0
 _GIVE_UP_S = 2.0
+
+
+def matching(metric: str, names: Iterable[str]) -> list[str]:
+    """The names that trainer.best_ckpt_metric stands for: * in it is any text."""
+    pattern = re.compile(".*".join(map(re.escape, metric.split("*"))))
+    return [name for name in names if pattern.fullmatch(name)]
 
 
 class Saves:
@@ -141,12 +148,15 @@ class Saves:
     def tested(self, step: int, validation: Mapping[str, float]) -> None:
         """Records the validation of a step. Raises UserError when it lacks trainer.best_ckpt_metric.
 
-        Of several metrics that match a name with * their mean counts.
+        Of several metrics that match a name with * their mean counts. A validation that lacks it because samples failed
+        is no one's best.
         """
         if self._metric is None:
             return
-        pattern = re.compile(".*".join(map(re.escape, self._metric.split("*"))))
-        values = [value for name, value in validation.items() if pattern.fullmatch(name)]
+        values = [validation[name] for name in matching(self._metric, validation)]
+        if not values and any(validation[name] for name in matching(f"*/{NUM_FAILED}", validation)):
+            # Where every response of a data source failed, nothing tells what there is beside the score.
+            return
         if not values:
             raise UserError(
                 f"trainer.best_ckpt_metric = {self._metric}: no metric of the validation; set it to one of "

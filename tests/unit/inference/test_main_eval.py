@@ -126,7 +126,7 @@ def test_or_it_counts_as_wrong_and_is_counted(here, capsys, fault, timeout_s):
     assert evaluate(*overrides, "reward_model.on_error=zero", f"reward_model.timeout_s={timeout_s}") == 0
     out = capsys.readouterr().out
     assert "1 of 4 responses could not be scored and count as wrong" in out
-    assert "val-core/sums/reward/mean@2 0.7500" in out
+    assert "val-core/sums/reward/mean@2 0.7500" in out and "val-core/sums/num_failed 1.0000" in out
     assert pq.read_table("out.parquet")["reward_failed"].to_pylist() == [[False, True], [False, False]]
 
 

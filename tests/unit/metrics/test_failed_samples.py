@@ -37,10 +37,11 @@ def test_a_validation_keeps_its_metrics_when_a_sample_fails_and_counts_it_as_wro
     failed = [False, False, False, False, True, False]
     scores = [1.0 if correct else wrong for correct in right]
     known = [{"acc": correct, "pred": "4" if correct else "", "format": 1} for correct in right]
-    without = validation_metrics(sources, uids, scores, known, [False] * 6)
+    without = validation_metrics(sources, uids, scores, known)
     known[4] = {}
     with_one = validation_metrics(sources, uids, as_wrong(scores, sources, failed), known, failed)
     assert {"val-core/a/acc/mean@3", "val-core/a/acc/maj@3/mean", "val-core/a/acc/pass@3"} <= with_one.keys()
     differs = {key for key in without if with_one[key] != without[key]}
     # As of a wrong answer without an answer, but for a number that says nothing of right and wrong.
+    assert with_one.pop("val-core/a/num_failed") == 1.0
     assert with_one.keys() == without.keys() and {key.split("/")[2] for key in differs} == {"format"}
