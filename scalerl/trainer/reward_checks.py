@@ -12,7 +12,7 @@ from scalerl.metrics import validation_metrics
 from scalerl.rewards import RewardManager, ScoreRequest, ScoreResult
 from scalerl.rewards.judge import STYLE
 from scalerl.rewards.trial import TRIAL_RESPONSE, trial_results
-from scalerl.trainer.saves import matching
+from scalerl.trainer.checkpoints import matching
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -38,12 +37,6 @@ from scalerl.trainer.uploads import Uploads
 # after the loss of a rank, because the save may hang in the process group of that rank.
 _AFTER_INTERRUPT_S, _AFTER_LOST_RANK_S = 10.0, 30.0
 _GIVE_UP_S = 2.0
-
-
-def matching(metric: str, names: Iterable[str]) -> list[str]:
-    """The names that trainer.best_ckpt_metric stands for: * in it is any text."""
-    pattern = re.compile(".*".join(map(re.escape, metric.split("*"))))
-    return [name for name in names if pattern.fullmatch(name)]
 
 
 class Saves:
@@ -153,8 +146,8 @@ class Saves:
         """
         if self._metric is None:
             return
-        values = [validation[name] for name in matching(self._metric, validation)]
-        if not values and any(validation[name] for name in matching(f"*/{NUM_FAILED}", validation)):
+        values = [validation[name] for name in checkpoints.matching(self._metric, validation)]
+        if not values and any(validation[name] for name in checkpoints.matching(f"*/{NUM_FAILED}", validation)):
             # Where every response of a data source failed, nothing tells what there is beside the score.
             return
         if not values:

@@ -521,3 +521,11 @@ def test_a_rate_that_decays_ends_with_the_run(directory: Path) -> None:
     updates = cfg.data.train_batch_size // cfg.actor_rollout_ref.actor.ppo_mini_batch_size
     steps = len(inputs.train) * cfg.trainer.total_epochs // cfg.data.train_batch_size
     assert cfg.actor_rollout_ref.actor.optim.lr_decay_updates == updates * steps > 0
+
+
+def test_the_metric_of_the_best_checkpoint_of_fine_tuning_is_one_that_it_has(directory: Path, tmp_path: Path) -> None:
+    val = f"data.val_files={tmp_path / 'sft.parquet'}"
+    best = [val, "trainer.best_ckpt_to_keep=1", "trainer.save_freq=1", "trainer.test_freq=1"]
+    check_sft(sft(directory, tmp_path, *best))
+    with pytest.raises(ConfigError, match=r"trainer\.best_ckpt_metric = val/acc: .* set it to val/loss"):
+        check_sft(sft(directory, tmp_path, *best, "trainer.best_ckpt_metric=val/acc"))
