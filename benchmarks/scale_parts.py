@@ -206,6 +206,7 @@ def sample_columns(groups: Sequence[SampleGroup], n: int, generator: np.random.G
         "num_turns": np.ones(count, dtype=np.int64),
         "score": generator.random(count),
         "reward_failed": np.zeros(count, dtype=bool),
+        "reward_penalty": np.zeros(count),
         "policy_version": np.zeros(count, dtype=np.int64),
     }
     # No value is the object of another that it is not in a run: pickle writes an object once, then that it was there.

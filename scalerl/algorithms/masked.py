@@ -52,15 +52,19 @@ def masked_var(
     return torch.where(divisor > 0, total / torch.where(divisor > 0, divisor, 1.0), 0.0)
 
 
-def whiten_selected(values: Tensor, mask: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
+def whiten_selected(
+    values: Tensor, mask: Tensor, *, counted: Tensor | None = None, group: dist.ProcessGroup | None = None
+) -> Tensor:
     """Whitens the elements that the mask selects: (values - mean) / sqrt(var + 1e-8); 0 outside the mask.
 
-    mean and unbiased var are over the mask.  group: as `masked_mean`.  Returns the shape of `values`.
+    mean and unbiased var are over the elements of the mask that `counted` selects too; None: over all of them.
+    group: as `masked_mean`.  Returns the shape of `values`.
     """
     _same_shape(values, mask)
     selected, _ = _select(values, mask)
-    mean = masked_mean(selected, mask, group=group)
-    whitened = (selected - mean) * torch.rsqrt(masked_var(selected, mask, group=group) + WHITEN_EPS)
+    over = mask if counted is None else mask * counted
+    mean = masked_mean(selected, over, group=group)
+    whitened = (selected - mean) * torch.rsqrt(masked_var(selected, over, group=group) + WHITEN_EPS)
     return torch.where(mask != 0, whitened, 0.0)
 
 

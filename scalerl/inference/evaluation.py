@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from scalerl.data.response_rows import ResponseRow
 from scalerl.data.tables import with_columns, write_table
+from scalerl.metrics.failed_samples import as_wrong
 from scalerl.metrics.validation import Values, source_metrics, validation_metrics
 from scalerl.rewards import RewardManager, ScoreRequest, ScoreResult
 
@@ -23,7 +24,10 @@ SCORE_COLUMNS = ("scores", "reward_extra", "reward_failed")
 
 @dataclass(frozen=True)
 class Scored:
-    """The scores of all responses, row by row.  rows, data_sources, results: an entry per response; rows: its row."""
+    """The scores of all responses, row by row.  rows, data_sources, results: an entry per response; rows: its row.
+
+    results: a response that could not be scored counts as wrong (`failed_samples.as_wrong`).
+    """
 
     rows: list[int]
     data_sources: list[str]
@@ -50,9 +54,10 @@ class Scored:
                 counts[row] = counts.get(row, 0) + 1
         return counts
 
-    def _arguments(self) -> tuple[list[str], list[int], list[float], list[dict[str, Any]]]:
-        scores = [result.score for result in self.results]
-        return self.data_sources, self.rows, scores, [result.extra for result in self.results]
+    def _arguments(self) -> tuple[list[str], list[int], list[float], list[dict[str, Any]], list[bool] | None]:
+        scores, extras = [result.score for result in self.results], [result.extra for result in self.results]
+        failed = [result.error is not None for result in self.results] if self.failed else None
+        return self.data_sources, self.rows, scores, extras, failed
 
 
 def score_rows(
@@ -78,7 +83,10 @@ def score_rows(
                 )
 
     results = asyncio.run(_score_all(manager, requests(), on_score))
-    return Scored([row for row, _ in rows_and_sources], [source for _, source in rows_and_sources], results)
+    sources = [source for _, source in rows_and_sources]
+    scores = as_wrong([result.score for result in results], sources, [result.error is not None for result in results])
+    counted = [replace(result, score=float(score)) for result, score in zip(results, scores, strict=True)]
+    return Scored([row for row, _ in rows_and_sources], sources, counted)
 
 
 async def _score_all(

@@ -51,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"scores in {cfg.data.output_path}")
     print(f"\n{report(scored)}\n")
     if failed := scored.failed:
-        print(f"{len(failed)} of {total} responses could not be scored and count 0; the first: {failed[0].error}\n")
+        print(
+            f"{len(failed)} of {total} responses could not be scored and count as wrong; the first: {failed[0].error}\n"
+        )
     for key, value in scored.metrics().items():
         if key.startswith("val-core/"):
             print(f"{key} {value:.4f}")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-import numbers
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from scalerl.metrics.failed_samples import CORRECT, PREDICTION, with_wrong_extras
+
 REWARD = "reward"
-# Keys under which a reward function returns if the answer is correct, and the answer that it read.
-CORRECT, PREDICTION = "acc", "pred"
+NUM_FAILED = "num_failed"
 # Draws that estimate a majority vote, which has no closed form.
 NUM_RESAMPLES = 1000
 SEED = 42
@@ -26,20 +27,25 @@ def validation_metrics(
     uids: Sequence[object] | np.ndarray,
     scores: Sequence[float] | np.ndarray,
     extras: Sequence[Mapping[str, Any]] | np.ndarray | None = None,
+    failed: Sequence[bool] | np.ndarray | None = None,
 ) -> dict[str, float]:
     """The values of `source_metrics` as {val-core|val-aux}/{data_source}/{variable}/{metric}, for the trackers.
 
     In val-core: mean@N, best@N/mean, maj@N/mean and pass@N of the reward and of `acc`, N being the largest number of
-    responses to a prompt of the data source. Arguments and errors as those of `source_metrics`.
+    responses to a prompt of the data source; with `failed` also NUM_FAILED, their number, without a variable. Arguments
+    and errors as those of `source_metrics`.
     """
     metrics: dict[str, float] = {}
-    for source, variables in source_metrics(data_sources, uids, scores, extras).items():
+    for source, variables in source_metrics(data_sources, uids, scores, extras, failed).items():
         for variable, values in variables.items():
             n = next(iter(values)).partition("@")[2]
             core = {f"mean@{n}", f"best@{n}/mean", f"maj@{n}/mean", f"pass@{n}"}
             for name, value in values.items():
                 section = "val-core" if variable in (REWARD, CORRECT) and name in core else "val-aux"
                 metrics[f"{section}/{source}/{variable}/{name}"] = value
+    if failed is not None:
+        counts = Counter(source for source, is_failed in zip(data_sources, failed, strict=True) if is_failed)
+        metrics |= {f"val-core/{source}/{NUM_FAILED}": float(counts[source]) for source in dict.fromkeys(data_sources)}
     return metrics
 
 
@@ -48,12 +54,14 @@ def source_metrics(
     uids: Sequence[object] | np.ndarray,
     scores: Sequence[float] | np.ndarray,
     extras: Sequence[Mapping[str, Any]] | np.ndarray | None = None,
+    failed: Sequence[bool] | np.ndarray | None = None,
 ) -> dict[str, dict[str, Values]]:
     """Metrics of several responses to each prompt, by data source, variable and metric.
 
     All arguments [S], one entry per response; responses to one prompt share (data_source, uid). extras: the other
-    values that the reward function returned. Variables: `reward` (the score), and each extra that is a finite number
-    in every response of the data source.
+    values that the reward function returned. failed: the responses without a score, whose values count as wrong
+    (`failed_samples`; their scores do already). Variables: `reward` (the score), and each extra that is a number in
+    every response of the data source that has a score.
 
     N is the largest number of responses to a prompt; n and k are 2, 4, 8, ... below N, and N. Each value is a mean over
     prompts, every prompt counting once, of
@@ -74,6 +82,8 @@ def source_metrics(
             f"validation metrics of {len(data_sources)} data sources, {len(uids)} uids, {len(scores)} scores and "
             f"{len(extras)} extras"
         )
+    if failed is not None:
+        extras = with_wrong_extras(extras, data_sources, failed)
     sources: dict[str, _Source] = {}
     for source, uid, score, extra in zip(data_sources, uids, scores, extras, strict=True):
         if not np.isfinite(score):
@@ -107,7 +117,8 @@ class _Source:
         variables = {REWARD: np.array(self.scores)}
         for name in dict.fromkeys(key for extra in self.extras for key in extra):
             values = [extra.get(name) for extra in self.extras]
-            if name not in variables and all(map(_is_finite_number, values)):
+            # A reward's result has finite numbers only (`rewards.ScoreResult`).
+            if name not in variables and all(isinstance(value, int | float) for value in values):
                 variables[name] = np.array(values, dtype=np.float64)
         return variables
 
@@ -120,10 +131,6 @@ class _Source:
             codes_by_prediction.setdefault(str(extra[PREDICTION]), len(codes_by_prediction)) for extra in self.extras
         ]
         return [np.array(codes)[rows] for rows in self.rows.values()]
-
-
-def _is_finite_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real | np.bool_) and math.isfinite(value)
 
 
 def _over_prompts(values: list[np.ndarray], votes: list[np.ndarray] | None) -> Values:

@@ -100,7 +100,7 @@ def describe_failure(request: ScoreRequest, cause: str, text: str | None) -> str
         lines.append(f"judge's text{_cut(text, -_MAX_CHARS)}: {text[-_MAX_CHARS:]!r}")
     lines.append(
         "Correct reward_model.judge.prompt_path, pattern or max_response_length, or set reward_model.on_error=zero to "
-        "score such samples 0 and count them."
+        "take such samples for wrong and count them."
     )
     return "\n  ".join(lines)
 

@@ -42,12 +42,20 @@ class ScoreRequest:
 class ScoreResult:
     """The score of a sample, a finite number.
 
-    extra: other values of the function's dict.  error: why the score is a substitute 0; None if it is not.
+    extra: other values of the function's dict. A number among them (`number_of`) is Python's bool, int or float; one
+    that is not finite is None.  error: why the sample has no score, so that 0 stands for it; None if it has one.
+    penalty: added to the score where the policy learns from it, and nowhere else: of a length limit, for example.
     """
 
     score: float
     extra: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
+    penalty: float = 0.0
+
+    def __post_init__(self) -> None:
+        # Here, so that metrics, filters and dumps agree on what a number is, whoever made the result.
+        plain = {name: number_of(value) if _is_number(value) else value for name, value in self.extra.items()}
+        object.__setattr__(self, "extra", plain)
 
 
 class RewardManager(ABC):
@@ -82,7 +90,7 @@ class RewardManager(ABC):
             if not is_users_own(type(self)):
                 raise
             raise RewardError(self._blame(request, f"raised {cause_of(error, file_of(type(self)))}")) from error
-        if not isinstance(result, ScoreResult) or not math.isfinite(result.score):
+        if not isinstance(result, ScoreResult) or number_of(result.score) is None:
             raise RewardError(
                 self._blame(request, f"returned {result!r:.200}; return a ScoreResult with a finite score")
             )
@@ -230,7 +238,7 @@ class NaiveRewardManager(RewardManager):
             f"  data_source: {request.data_source!r}\n"
             f"  ground_truth: {request.ground_truth!r}\n"
             f"  response{cut}: {response[:_MAX_RESPONSE_CHARS]!r}\n"
-            "  Correct the function, or set reward_model.on_error=zero to score such samples 0 and count them."
+            "  Correct the function, or set reward_model.on_error=zero to take such samples for wrong and count them."
         )
 
 
@@ -249,14 +257,31 @@ def parse_result(value: Any) -> ScoreResult:
     return ScoreResult(_finite(value["score"], "its 'score' is"), {k: v for k, v in value.items() if k != "score"})
 
 
-def _finite(value: Any, what: str) -> float:
-    # np.bool_ is not a numbers.Real; the other numpy scalars are.
-    if not isinstance(value, numbers.Real | np.bool_):
-        raise RewardError(f"{what} {type(value).__name__} {value!r:.80}, not a number; return a float")
+def number_of(value: Any) -> bool | int | float | None:
+    """The value as Python's bool, int or float if it is a finite number, numpy's scalars included; None if not."""
+    if not _is_number(value):
+        return None
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
     try:
-        score = float(value)
+        number = float(value)
     except OverflowError:  # an integer of more than 308 digits
-        score = math.inf
-    if not math.isfinite(score):
-        raise RewardError(f"{what} {score}, not a finite number")
-    return score
+        return None
+    if not math.isfinite(number):
+        return None
+    return int(value) if isinstance(value, numbers.Integral) else number
+
+
+def _is_number(value: Any) -> bool:
+    # np.bool_ is not a numbers.Real; the other numpy scalars are.
+    return isinstance(value, numbers.Real | np.bool_)
+
+
+def _finite(value: Any, what: str) -> float:
+    if not _is_number(value):
+        raise RewardError(f"{what} {type(value).__name__} {value!r:.80}, not a number; return a float")
+    number = number_of(value)
+    if number is None:
+        shown = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else value
+        raise RewardError(f"{what} {shown}, not a finite number")
+    return float(number)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from scalerl.config.schema import OverlongBufferConfig, RewardModelConfig
 from scalerl.rewards.manager import NaiveRewardManager, ScoreRequest, ScoreResult, register_reward_manager
 from scalerl.rewards.reward_function import RewardFunction
@@ -19,10 +21,10 @@ def overlong_penalty(response_length: int, buffer: OverlongBufferConfig) -> floa
 
 @register_reward_manager("dapo")
 class DAPORewardManager(NaiveRewardManager):
-    """Adds overlong_penalty to the naive manager's score, with reward_model.overlong_buffer.enable.
+    """Adds overlong_penalty, as a penalty, to the naive manager's results, with reward_model.overlong_buffer.enable.
 
-    A score of 0 that stands for a failure stays 0. With overlong_buffer.log, extra has overlong (1 if penalized) and
-    overlong_reward (the penalty).
+    A failed sample has none. With overlong_buffer.log, extra has overlong (1 if penalized) and overlong_reward (the
+    penalty).
     """
 
     def __init__(self, function: RewardFunction, config: RewardModelConfig) -> None:
@@ -37,12 +39,10 @@ class DAPORewardManager(NaiveRewardManager):
     async def score(self, request: ScoreRequest) -> ScoreResult:
         result = await super().score(request)
         buffer = self._config.overlong_buffer
-        if not buffer.enable or result.error is not None:
+        if not buffer.enable:
             return result
         if request.response_length is None:
             raise ValueError(f"sample {request.sample_name}: reward_manager=dapo needs its response_length")
-        penalty = overlong_penalty(request.response_length, buffer)
-        extra = dict(result.extra)
-        if buffer.log:
-            extra |= {"overlong": float(penalty < 0), "overlong_reward": penalty}
-        return ScoreResult(result.score + penalty, extra)
+        penalty = 0.0 if result.error is not None else overlong_penalty(request.response_length, buffer)
+        logged = {"overlong": float(penalty < 0), "overlong_reward": penalty} if buffer.log else {}
+        return replace(result, extra=result.extra | logged, penalty=penalty)

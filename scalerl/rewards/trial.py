@@ -15,24 +15,24 @@ log = logging.getLogger(__name__)
 TRIAL_RESPONSE = "I do not know."
 
 
-def trial_failures(manager: RewardManager, requests: Sequence[ScoreRequest]) -> list[str]:
-    """Scores requests whose response is TRIAL_RESPONSE; returns the errors of those that failed, with the sample.
+def trial_results(manager: RewardManager, requests: Sequence[ScoreRequest]) -> list[ScoreResult | str]:
+    """Scores requests whose response is TRIAL_RESPONSE; the error, with the sample, stands for a result that failed.
 
     As in a run, the manager's deadline holds. A failure that reward_model.on_error=zero tolerates is only logged.
     """
-    if not requests:
-        return []
-    results = asyncio.run(_score_all(manager, requests))
-    failures = []
-    for request, result in zip(requests, results, strict=True):
+    results: list[ScoreResult | str] = []
+    for request, result in zip(requests, asyncio.run(_score_all(manager, requests)), strict=True):
         if isinstance(result, ScoreResult):
             if result.error is not None:
-                log.warning("sample %s scores 0 (reward_model.on_error=zero): %s", request.sample_name, result.error)
+                log.warning(
+                    "sample %s counts as wrong (reward_model.on_error=zero): %s", request.sample_name, result.error
+                )
+            results.append(result)
         elif isinstance(result, UserError | ValueError | OSError):
-            failures.append(str(result))
+            results.append(str(result))
         else:
             raise result
-    return failures
+    return results
 
 
 async def _score_all(manager: RewardManager, requests: Sequence[ScoreRequest]) -> list[ScoreResult | BaseException]:

@@ -8,14 +8,13 @@ asks the servers as often as it likes and adds tokens between the answers (of a 
 from __future__ import annotations
 
 import inspect
-import math
-import numbers
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from scalerl.config.schema import ProgramConfig
 from scalerl.errors import RunError, UserError
+from scalerl.rewards.manager import number_of
 from scalerl.servers.requests import ABORTED, NO_VERSION, GenerateOutput, SamplingParams
 from scalerl.user_code import (
     UserCodeError,
@@ -293,6 +292,6 @@ def _wrong(returned: Any, servers: Servers) -> str | None:
     if returned.num_tokens > limit:
         return f"returned {returned.num_tokens} tokens, at most {limit} fit; add tokens by trajectory.observe"
     reward = returned.reward
-    if reward is not None and not (isinstance(reward, numbers.Real) and math.isfinite(reward)):
+    if reward is not None and number_of(reward) is None:
         return f"set the reward {reward!r:.80}; set a finite number, or None for the reward function's"
     return None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -312,6 +313,12 @@ def dry_run_text(resumed: Resumed) -> str:
         f"Everything checked. The files of {resumed.directory} exist and have the saved sizes; their contents are "
         "checked when the run starts, or by `scalerl inspect --check`. --dry-run starts nothing."
     )
+
+
+def matching(metric: str, names: Iterable[str]) -> list[str]:
+    """The names that trainer.best_ckpt_metric stands for: * in it is any text."""
+    pattern = re.compile(".*".join(map(re.escape, metric.split("*"))))
+    return [name for name in names if pattern.fullmatch(name)]
 
 
 def announcement(trainer: RunConfig, total_steps: int) -> str:

@@ -48,7 +48,7 @@ class Rollout(Protocol):
         ...
 
     def greedy_scores(self, samples: BatchRef) -> tuple[np.ndarray, Metrics]:
-        """The score [S] of one greedy response to each sample's prompt, and metrics."""
+        """The reward [S] of one greedy response to each sample's prompt, NaN where that failed, and metrics."""
         ...
 
     def validate(self, *, step: int) -> tuple[BatchRef, Metrics]:

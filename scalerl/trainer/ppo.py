@@ -28,7 +28,7 @@ from scalerl.trainer.profiling import profiled
 from scalerl.trainer.sample_stream import SampleStream
 from scalerl.trainer.saves import Saves
 from scalerl.trainer.step_advantages import add_greedy_baseline, estimate_advantages, needs_greedy_baseline
-from scalerl.trainer.step_metrics import MfuBasis, StepOutcome, step_metrics
+from scalerl.trainer.step_metrics import MfuBasis, StepOutcome, no_contrast, step_metrics
 
 
 @dataclass
@@ -194,7 +194,7 @@ def log_step(run: Run, outcome: StepOutcome, *, epoch: int, more: Mapping[str, f
         metrics = step_metrics(run.config, outcome, run.mfu_bases, timing_s, step=run.step, epoch=epoch)
         save_metrics, lines = run.saves.news()
         run.tracker.log({**metrics, **save_metrics, **(more or {})}, step=run.step)
-        for line in lines:
+        for line in filter(None, [*lines, no_contrast(outcome.samples, metrics)]):
             run.tracker.message(line)
         if run.saves.is_uncommitted:
             run.tracker.flush()
@@ -225,7 +225,9 @@ def validate(run: Run) -> dict[str, float]:
         texts = run.rollout.texts(samples, rows, "val", with_special_tokens=with_special)
         run.tracker.log_table("val/generations", *generations_table(columns, texts), step=run.step)
     run.rollout.drop(samples)
-    metrics = validation_metrics(columns["data_source"], columns["uid"], columns["score"], columns["reward_extra"])
+    failed = columns["reward_failed"] if run.config.reward_model.on_error == "zero" else None
+    sources, scores = columns["data_source"], columns["score"]
+    metrics = validation_metrics(sources, columns["uid"], scores, columns["reward_extra"], failed)
     run.saves.tested(run.step, metrics)
     run.tested_at = run.step
     return metrics

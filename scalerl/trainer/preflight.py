@@ -23,6 +23,7 @@ from scalerl.config import (
     validate_sft,
     world_size,
 )
+from scalerl.config.companions import BEST_METRIC
 from scalerl.config.partial_config import OVERRIDES
 from scalerl.config.rollout_engines import traits_of
 from scalerl.config.schema import (
@@ -220,7 +221,7 @@ def _try_rewards(
 
     try:
         if tokenizer is not None:
-            errors.violations.extend(reward_violations(rewards, cfg.reward_model, datasets, tokenizer))
+            errors.violations.extend(reward_violations(rewards, cfg, datasets, tokenizer))
     finally:
         rewards.close()
 
@@ -308,6 +309,11 @@ def check_sft(cfg: SFTConfig, device: str | None = None, *, digests: bool = True
     _import_own(errors, cfg.trainer)
     broken = validate_sft(cfg, device=device)
     errors.violations.extend(broken)
+    metric, known = cfg.trainer.best_ckpt_metric, BEST_METRIC["sft"]
+    if metric is not None and not checkpoints.matching(metric, [known]):
+        errors.violations.append(
+            f"trainer.best_ckpt_metric = {metric}: no metric of a validation of fine-tuning; set it to {known}"
+        )
     _check_overrides(errors, {"megatron": cfg.megatron, "optim": cfg.optim}, device if runs_here else None)
     shape = errors.attempt(lambda: read_model(cfg.model.path, "model.path"))
     if shape and not broken:

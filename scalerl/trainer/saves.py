@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -29,6 +28,7 @@ from scalerl.config import PPOConfig, SFTConfig
 from scalerl.config.schema import RunConfig
 from scalerl.controller.training.save_calls import Writing
 from scalerl.errors import UserError
+from scalerl.metrics.validation import NUM_FAILED
 from scalerl.trainer import checkpoints
 from scalerl.trainer.checkpoints import SavedModel
 from scalerl.trainer.uploads import Uploads
@@ -141,12 +141,15 @@ class Saves:
     def tested(self, step: int, validation: Mapping[str, float]) -> None:
         """Records the validation of a step. Raises UserError when it lacks trainer.best_ckpt_metric.
 
-        Of several metrics that match a name with * their mean counts.
+        Of several metrics that match a name with * their mean counts. A validation that lacks it because samples failed
+        is no one's best.
         """
         if self._metric is None:
             return
-        pattern = re.compile(".*".join(map(re.escape, self._metric.split("*"))))
-        values = [value for name, value in validation.items() if pattern.fullmatch(name)]
+        values = [validation[name] for name in checkpoints.matching(self._metric, validation)]
+        if not values and any(validation[name] for name in checkpoints.matching(f"*/{NUM_FAILED}", validation)):
+            # Where every response of a data source failed, nothing tells what there is beside the score.
+            return
         if not values:
             raise UserError(
                 f"trainer.best_ckpt_metric = {self._metric}: no metric of the validation; set it to one of "

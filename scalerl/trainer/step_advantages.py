@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 
-from scalerl.algorithms import KLController, get_adv_estimator
+from scalerl.algorithms import AdvantageEstimator, KLController, get_adv_estimator
 from scalerl.cluster.batch import BatchRef, PlacedBatch
 from scalerl.config.schema import AlgorithmConfig
 from scalerl.metrics import Metric
+from scalerl.metrics.failed_samples import as_wrong
 from scalerl.trainer.contracts import Actor, Rollout
 
 # The sample column that remax needs, and that estimators of the user may need.
@@ -21,16 +24,22 @@ def needs_greedy_baseline(config: AlgorithmConfig) -> bool:
 
 
 def add_greedy_baseline(rollout: Rollout, samples: BatchRef) -> tuple[BatchRef, dict[str, Metric]]:
-    """Adds the sample column baseline_score: the score of a greedy response to the prompt, by the served weights."""
+    """Adds the sample column baseline_score: the reward of a greedy response to the prompt, by the served weights.
+
+    Where the greedy response failed, a sample's own reward is its baseline, so that it has no advantage.
+    """
     scores_S, metrics = rollout.greedy_scores(samples)
-    metrics = metrics | {"critic/baseline_score/mean": Metric(float(scores_S.mean()), "mean")}
+    failed_S = np.isnan(scores_S)
+    if not failed_S.all():
+        metrics = metrics | {"critic/baseline_score/mean": Metric(float(scores_S[~failed_S].mean()), "mean")}
+    scores_S = np.where(failed_S, rewards_of(samples.samples), scores_S)
     return samples.with_samples(**{GREEDY_SCORE: scores_S}), metrics
 
 
 def estimate_advantages(
     actor: Actor, batch: PlacedBatch, config: AlgorithmConfig, kl: KLController | None
 ) -> tuple[PlacedBatch, dict[str, Metric]]:
-    """Adds the advantages to the batch: one per sample, or one per token, which the actor's ranks compute and keep.
+    """Adds rewards and advantages to the batch: one per sample, or one per token, which the actor's ranks keep.
 
     kl: the controller of the KL penalty with use_kl_in_reward, else None. The penalty is subtracted from the rewards,
         and the controller sets the penalty's weight for the next step.
@@ -43,28 +52,55 @@ def estimate_advantages(
             f"algorithm.adv_estimator={config.adv_estimator} needs {', '.join(missing)}, which this run does not make: "
             f"the batch has {sorted([*batch.samples, *batch.columns])}"
         )
+    batch = batch.with_samples(rewards=rewards_of(batch.samples))
     metrics: dict[str, Metric] = {}
-    kl_coef = None if kl is None else kl.coef
-    if kl is not None:
-        batch, metrics = penalize_kl(actor, batch, config.kl_penalty, kl)
     if estimator.per_token:
-        batch, advantage_metrics = actor.token_advantages(batch, config, kl_coef=kl_coef)
-        return batch, metrics | advantage_metrics
-    # torch.tensor copies: columns that Ray delivered are not writable.
-    rewards_S = torch.tensor(batch.samples.get("rewards", batch.samples["score"]), dtype=torch.float64)
-    columns = {name: batch.samples[name] for name in estimator.needs}
-    advantages_S = estimator(rewards_S, batch.samples["uid"], config, **columns)
-    return batch.with_samples(advantages=advantages_S.numpy()), metrics
+        # The ranks take the KL off every token's reward.
+        batch, metrics = actor.token_advantages(batch, config, kl_coef=None if kl is None else kl.coef)
+    if kl is not None:
+        batch, kl_metrics = penalize_kl(actor, batch, config.kl_penalty, kl)
+        metrics = metrics | kl_metrics
+    if not estimator.per_token:
+        batch = batch.with_samples(advantages=sample_advantages(estimator, batch.samples, config))
+    return batch, metrics
+
+
+def rewards_of(samples: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The rewards [S] that the policy learns from: score and penalty; of failed samples what counts as wrong."""
+    return as_wrong(samples["score"] + samples["reward_penalty"], samples["data_source"], samples["reward_failed"])
+
+
+def sample_advantages(
+    estimator: AdvantageEstimator, samples: Mapping[str, np.ndarray], config: AlgorithmConfig
+) -> np.ndarray:
+    """The advantages [S] of an estimator of samples, which sees no failed sample.
+
+    A failed sample has the lowest advantage of its group, at most 0. A sample whose siblings have all failed has 0:
+    there is nothing to compare it with.
+    """
+    failed_S = samples["reward_failed"]
+    _, group_S, counts_G = np.unique(samples["uid"], return_inverse=True, return_counts=True)
+    num_scored_G = np.bincount(group_S[~failed_S], minlength=len(counts_G))
+    is_compared_S = ~failed_S & ((num_scored_G > 1) | (counts_G == 1))[group_S]
+    advantages_S, worst_G = np.zeros(len(failed_S), np.float32), np.zeros(len(counts_G), np.float32)
+    if is_compared_S.any():
+        # torch.tensor copies: columns that Ray delivered are not writable.
+        rewards_S = torch.tensor(samples["rewards"][is_compared_S], dtype=torch.float64)
+        columns = {name: samples[name][is_compared_S] for name in estimator.needs}
+        advantages_S[is_compared_S] = estimator(rewards_S, samples["uid"][is_compared_S], config, **columns).numpy()
+    np.minimum.at(worst_G, group_S[is_compared_S], advantages_S[is_compared_S])
+    advantages_S[failed_S] = worst_G[group_S[failed_S]]
+    return advantages_S
 
 
 def penalize_kl(actor: Actor, batch: PlacedBatch, kind: str, kl: KLController) -> tuple[PlacedBatch, dict[str, Metric]]:
-    """Adds the sample column rewards = score - coef * (KL summed over the tokens), then updates the controller."""
+    """Takes coef * (KL summed over the tokens) off the sample column rewards, then updates the controller."""
     sums_S, lengths_S = actor.reward_kl(batch, kind), batch.samples["num_sampled_tokens"]
     has_tokens_S = lengths_S > 0
     mean = float(np.mean(sums_S[has_tokens_S] / lengths_S[has_tokens_S])) if has_tokens_S.any() else 0.0
     coef = kl.coef
     kl.update(mean, len(lengths_S))
-    return batch.with_samples(rewards=batch.samples["score"] - coef * sums_S), {
+    return batch.with_samples(rewards=batch.samples["rewards"] - coef * sums_S), {
         "actor/reward_kl_penalty": Metric(mean, "mean"),
         "actor/reward_kl_penalty_coeff": Metric(coef, "mean"),
     }

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from scalerl.algorithms import rollout_corr_metrics
 from scalerl.balance import StepPlan, packing_metrics, seqlen_metrics
 from scalerl.config import PPOConfig, num_devices
+from scalerl.controller.sampling.groups import SCORE, GroupFilter, kept_uids
 from scalerl.metrics import (
     FlopsShape,
     Metric,
@@ -20,8 +22,10 @@ from scalerl.metrics import (
     rollout_diff_metrics,
     to_floats,
 )
+from scalerl.metrics.failed_samples import with_wrong_extras
 
 NODE_MEMORY = "perf/cpu_memory_used_gb"
+EQUAL_GROUPS = "reward/equal_groups_frac"
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,12 @@ def step_metrics(
     metrics |= compute_data_metrics(
         samples, samples.get("advantages"), config.data.max_prompt_length, config.data.max_response_length
     )
-    metrics |= reward_extra_means(samples["reward_extra"])
+    extras = with_wrong_extras(samples["reward_extra"], samples["data_source"], samples["reward_failed"])
+    metrics |= reward_extra_means(extras)
+    num_groups, num_equal = count_equal_groups(samples)
+    # A group of one is compared with nothing.
+    if num_groups < len(prompt_S):
+        metrics[EQUAL_GROUPS] = num_equal / num_groups
     metrics |= seqlen_metrics(num_tokens_S, outcome.plan) | packing_metrics(num_tokens_S, outcome.plan)
     num_sampled = int(samples.get("num_sampled_tokens", response_S).sum())
     metrics |= compute_timing_metrics(timing_s, int(prompt_S.sum()), int(response_S.sum()), num_sampled)
@@ -95,11 +104,25 @@ def step_metrics(
     return metrics
 
 
-def reward_extra_means(extras: np.ndarray) -> dict[str, float]:
+def count_equal_groups(samples: Mapping[str, np.ndarray]) -> tuple[int, int]:
+    """The number of the step's groups, and of those whose scored samples all have one score."""
+    num_groups = len(kept_uids(samples, None))
+    return num_groups, num_groups - len(kept_uids(samples, GroupFilter(SCORE)))
+
+
+def no_contrast(samples: Mapping[str, np.ndarray], metrics: Mapping[str, float]) -> str | None:
+    """The line about a step whose advantages are all 0; None where one is not.  metrics: of `step_metrics`."""
+    if any(metrics.get(f"critic/advantages/{end}") != 0.0 for end in ("min", "max")):
+        return None
+    num_groups, num_equal = count_equal_groups(samples)
+    return f"{num_equal} of {num_groups} groups have equal rewards: nothing is learned in this step"
+
+
+def reward_extra_means(extras: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The metrics reward_extra/{key}: means of the numbers that the reward function returned beside the score."""
     values: dict[str, list[float]] = {}
-    for extra in extras.tolist():
+    for extra in extras:
         for key, value in extra.items():
-            if isinstance(value, (int, float)):
+            if isinstance(value, int | float):
                 values.setdefault(key, []).append(value)
     return {f"reward_extra/{key}": float(np.mean(numbers)) for key, numbers in values.items()}

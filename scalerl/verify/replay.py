@@ -60,6 +60,8 @@ _NEEDED = (
     "reward_style",
     "data_source",
     "reward_extra",
+    "reward_failed",
+    "reward_penalty",
     "score",
 )
 # What the step made of the samples, and what only a reader wants.

@@ -41,6 +41,8 @@ CORRECTION = [
 # number, one validation sample and a checkpoint after its last step.
 ABSENT = re.compile(
     r"train/|val/loss|reward_extra/|reward/num_judge_restarts|.*(best|std|worst|maj|pass)@|val-aux/.*mean@|critic/baseline_score"
+    # With reward_model.on_error=zero.
+    r"|val-core/\S+/num_failed"
     r"|actor/(loss_scale|moe_|cov_selected_frac|reward_kl_penalty)"
     r"|critic/(values|vf_|vpred_|grad_norm|lr|num_updates|skipped_updates|loss_scale)|perf/mfu/critic"
     r"|timing_(s|per_token_ms)/(values|update_critic|reward_model|updateZ)"

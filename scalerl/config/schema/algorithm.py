@@ -47,7 +47,7 @@ class FilterGroupsConfig:
 
     # Drop groups whose samples all have the same metric, and refill the batch with the groups of other prompts.
     enable: bool = False
-    # score, or a number that the reward function returns beside it.
+    # score, which is before penalties, or a number that the reward function returns beside it.
     metric: str = key("score", TEXT)
     # Rounds of up to data.gen_batch_size prompts that fill a batch. Groups whose samples are alike fill what is
     # missing then; a step without any other ends the run.

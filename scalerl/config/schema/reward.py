@@ -99,7 +99,7 @@ class RewardManagerConfig:
     # Seconds that scoring one sample may take; with reward_manager=batch, one call.
     timeout_s: float = key(60.0, above(0))
     # stop: a reward function that raises, hangs or returns NaN ends the run, and so does a judge that gives no number.
-    # zero: the sample scores 0 and is counted.
+    # zero: the sample counts as wrong, is compared with no other, and is counted (docs/rewards.md).
     on_error: str = key("stop", one_of("stop", "zero"))
 
 
@@ -124,6 +124,6 @@ class RewardModelConfig(MicroBatchConfig, RewardManagerConfig):
 class EvalRewardConfig(RewardManagerConfig):
     """`reward_model` of `scalerl eval`."""
 
-    # stop: a reward function that raises, hangs or returns NaN ends the program. zero: the response scores 0 and is
-    # counted.
+    # stop: a reward function that raises, hangs or returns NaN ends the program. zero: the response counts as wrong
+    # and is counted.
     on_error: str = RewardManagerConfig.on_error

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+# The metric of a filter that every sample has.
+SCORE = "score"
 # Positions of groups in a step are below this.
 _POSITIONS = 2**32
 
@@ -39,21 +41,30 @@ class SampleGroup:
 
 @dataclass(frozen=True)
 class GroupFilter:
-    """Keeps groups whose samples differ in a metric.  metric: score, or a number that the reward function returns."""
+    """Keeps groups whose samples differ in a metric.
+
+    metric: SCORE, which is before penalties, or a number that the reward function returns beside it.
+    """
 
     metric: str
 
-    def keeps(self, scores: Sequence[float] | np.ndarray, extras: Sequence[Mapping[str, Any]] | np.ndarray) -> bool:
-        """Whether the samples of a group differ: where they do not, every advantage is 0.
+    def keeps(
+        self,
+        scores: Sequence[float] | np.ndarray,
+        extras: Sequence[Mapping[str, Any]] | np.ndarray,
+        failed: Sequence[bool] | np.ndarray,
+    ) -> bool:
+        """Whether the samples of a group that have a score differ: where they do not, every advantage is 0.
 
-        Raises ValueError when a sample has no such number.
+        Raises ValueError when one of them has no such number.
         """
-        values = list(scores) if self.metric == "score" else [self._of(extra) for extra in extras]
-        return max(values) > min(values)
+        scored = [row for row, is_failed in enumerate(failed) if not is_failed]
+        values = [scores[row] if self.metric == SCORE else self._of(extras[row]) for row in scored]
+        return bool(values) and max(values) > min(values)
 
     def _of(self, extra: Mapping[str, Any]) -> float:
         value = extra.get(self.metric)
-        if not isinstance(value, bool | int | float):
+        if not isinstance(value, int | float):
             raise ValueError(
                 f"algorithm.filter_groups.metric = {self.metric}: the reward function returned {value!r} for it; it "
                 f"must be a number of every sample. It returned {sorted(extra)} beside score"
@@ -76,5 +87,5 @@ def kept_uids(samples: Mapping[str, np.ndarray], keep: GroupFilter | None) -> li
     rows: dict[int, list[int]] = {}
     for row, uid in enumerate(samples["uid"].tolist()):
         rows.setdefault(uid, []).append(row)
-    scores, extras = samples["score"], samples["reward_extra"]
-    return [uid for uid, group_rows in rows.items() if keep.keeps(scores[group_rows], extras[group_rows])]
+    columns = [samples[name] for name in ("score", "reward_extra", "reward_failed")]
+    return [uid for uid, mine in rows.items() if keep.keeps(*(column[mine] for column in columns))]

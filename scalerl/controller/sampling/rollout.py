@@ -32,6 +32,7 @@ from scalerl.controller.sampling.rollout_workers import (
 )
 from scalerl.controller.sampling.worker import GeneratedBatch, RolloutWorker
 from scalerl.metrics import Metric, Metrics
+from scalerl.metrics.failed_samples import as_wrong
 from scalerl.servers.client import SamplingParams
 from scalerl.servers.server_set import plan_replicas
 from scalerl.user_code import absolute
@@ -133,7 +134,7 @@ class HybridRollout:
         return self._begin("train", groups, config.n, sampling, keep=True, enough=enough, carry=carry)
 
     def greedy_scores(self, samples: BatchRef) -> tuple[np.ndarray, Metrics]:
-        """The scores [S] of one greedy response to each sample's prompt. The responses are not kept."""
+        """The rewards [S] of one greedy response to each sample's prompt, NaN where that failed; none is kept."""
         prompts = dict(zip(samples.samples["uid"].tolist(), samples.samples["prompt_uid"].tolist(), strict=True))
         groups = [SampleGroup(prompt, *SampleGroup.step_and_position(uid)) for uid, prompt in prompts.items()]
         sampling = SamplingParams(
@@ -141,8 +142,9 @@ class HybridRollout:
         )
         finished = self.finish(self._begin("train", groups, 1, sampling, keep=False))
         greedy = finished.samples.samples
-        scores = dict(zip(greedy["uid"].tolist(), greedy["score"].tolist(), strict=True))
-        return np.array([scores[uid] for uid in samples.samples["uid"].tolist()]), finished.metrics
+        rewards = np.where(greedy["reward_failed"], np.nan, greedy["score"] + greedy["reward_penalty"])
+        reward_of = dict(zip(greedy["uid"].tolist(), rewards.tolist(), strict=True))
+        return np.array([reward_of[uid] for uid in samples.samples["uid"].tolist()]), finished.metrics
 
     def validate(self, *, step: int) -> tuple[BatchRef, Metrics]:
         config = self.rollout.val_kwargs
@@ -174,12 +176,14 @@ class HybridRollout:
 
     def finish(self, generation: Generation) -> Finished:
         generated, held = self._result(generation)
-        failed = float(generated.samples["reward_failed"].sum())
+        samples = generated.samples
+        failed = samples["reward_failed"]
+        samples = samples | {"score": as_wrong(samples["score"], samples["data_source"], failed)}
         metrics = {
             "timing_s/gen/reward_wait": Metric(generated.reward_wait_s, "max"),
-            "reward/num_failed": Metric(failed, "sum"),
+            "reward/num_failed": Metric(float(failed.sum()), "sum"),
         }
-        return Finished(BatchRef(held, generated.samples), metrics, generated.unfinished)
+        return Finished(BatchRef(held, samples), metrics, generated.unfinished)
 
     def _result(self, generation: Generation) -> tuple[GeneratedBatch, HeldRows]:
         """Waits for a generation. Servers that are lost meanwhile are replaced."""

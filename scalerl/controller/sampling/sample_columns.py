@@ -35,7 +35,8 @@ def to_batch(
         "num_sampled_tokens": np.array([t.num_sampled_tokens for t in trajectories]),
         "num_turns": np.array([len(t.turns) for t in trajectories]),
         "score": np.array([result.score for result in results], dtype=np.float64),
-        "reward_failed": np.array([result.error is not None for result in results]),
+        "reward_failed": np.array([result.error is not None for result in results], dtype=bool),
+        "reward_penalty": np.array([result.penalty for result in results], dtype=np.float64),
         "policy_version": np.array([t.policy_version for t in trajectories]),
     }
     for name, values in {

@@ -61,7 +61,8 @@ class GroupScores:
             self.unjudged.discard(uid)
             results = [task.result() for task in tasks]
             keep = self.enough.keep
-            if keep is None or keep.keeps([result.score for result in results], [result.extra for result in results]):
+            scores, extras, failed = zip(*((r.score, r.extra, r.error is not None) for r in results), strict=True)
+            if keep is None or keep.keeps(scores, extras, failed):
                 self.kept.add(uid)
         return len(self.kept) >= self.enough.num_groups
 

@@ -68,7 +68,7 @@ class MegatronActor:
     ) -> tuple[PlacedBatch, Metrics]:
         """Adds advantages and returns of single tokens to the batch. kl_coef: weight of the KL in the rewards."""
         name, held = self._old_logprobs
-        columns = ["score", *get_adv_estimator(config.adv_estimator).needs]
+        columns = ["rewards", "reward_failed", *get_adv_estimator(config.adv_estimator).needs]
         columns += ["values"] if "values" in batch.columns else []
         columns += [*held, "ref_logprobs"] if kl_coef is not None else []
         metrics, _, columns_made = self.workers.call(

@@ -49,24 +49,35 @@ def token_advantages(
 ) -> tuple[dict[str, Metric], DataProto]:
     """Computes columns advantages and returns by an estimator of single tokens, and metrics to merge over the group.
 
-    The score is the reward of a sample's last sampled token. kl: (its weight, name of the policy's log-probs), if the
+    A sample's reward is that of its last sampled token. kl: (its weight, name of the policy's log-probs), if the
     KL is subtracted from every token's reward.  device: where collectives run.
+    A failed sample is in no mean and variance, the critic learns nothing from it (its returns are its values), and its
+    advantages are at most 0, and no lower than the lowest of the other samples.
     """
     estimator = get_adv_estimator(config.adv_estimator)
     mask = shard.tokens["response_mask"]
-    scores_S = torch.as_tensor(shard.samples["score"].astype(np.float32))
-    rewards_T = rewards_at_last_token(scores_S, mask.values, mask.cu_seqlens)
+    rewards_S = torch.as_tensor(shard.samples["rewards"].astype(np.float32))
+    failed_T = torch.tensor(shard.samples["reward_failed"], dtype=torch.bool).repeat_interleave(mask.lengths)
+    counted_T = (mask.values != 0) & ~failed_T
+    rewards_T = rewards_at_last_token(rewards_S, mask.values, mask.cu_seqlens)
     if kl is not None:
         coef, old_logprobs = kl
         rewards_T = rewards_T - coef * reward_kl(shard, config.kl_penalty, old_logprobs=old_logprobs).values
     columns = {name: _column(shard, name) for name in estimator.needs}
     advantages_T, returns_T = estimator(rewards_T, mask.values, mask.cu_seqlens, config, **columns)
     if estimator.whiten:
-        advantages_T = whiten_selected(advantages_T.to(device), mask.values.to(device), group=group).cpu()
+        advantages_T = whiten_selected(
+            advantages_T.to(device), mask.values.to(device), counted=counted_T.to(device), group=group
+        ).cpu()
+    lowest = torch.cat([advantages_T.new_zeros(1), advantages_T[counted_T]]).amin().to(device)
+    dist.all_reduce(lowest, dist.ReduceOp.MIN, group=group)
+    advantages_T = torch.where(failed_T, advantages_T.clamp(lowest.cpu(), lowest.new_zeros(()).cpu()), advantages_T)
+    if "values" in columns:
+        returns_T = torch.where(failed_T & (mask.values != 0), columns["values"], returns_T)
     stats = {"advantages": advantages_T, "returns": returns_T}
     metrics = {}
     if "values" in columns:
-        metrics |= explained_variance_sums(columns["values"], returns_T, mask.values)
+        metrics |= explained_variance_sums(columns["values"], returns_T, counted_T)
         stats["values"] = columns["values"]
     for name, values_T in stats.items():
         metrics |= token_stat_sums(f"critic/{name}", values_T, mask.values)

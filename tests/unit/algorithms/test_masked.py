@@ -58,6 +58,13 @@ def test_whiten_equals_numpy_and_zeroes_the_rest(case):
         np.testing.assert_allclose(got[mask].numpy(), want, rtol=1e-9, atol=1e-9)
 
 
+def test_whiten_by_statistics_of_some_of_the_kept():
+    values, mask = torch.tensor([1.0, 3.0, 9.0, math.nan]), torch.tensor([True, True, True, False])
+    got = whiten_selected(values, mask, counted=torch.tensor([True, True, False, True]))
+    want = (values.numpy()[:3] - 2) / math.sqrt(2 + 1e-8)
+    np.testing.assert_allclose(got.numpy(), [*want, 0], rtol=1e-6)
+
+
 def test_whiten_does_not_depend_on_order():
     values, mask = case(4, 6, 3, math.nan)
     order = torch.randperm(24, generator=torch.Generator().manual_seed(0))

@@ -16,10 +16,13 @@ from scalerl.rewards import ScoreResult
 from scalerl.rollout.program import Trajectory
 
 
-def samples_of(uids: list[int], scores: list[float], extras: list[dict] | None = None) -> dict[str, np.ndarray]:
+def samples_of(
+    uids: list[int], scores: list[float], extras: list[dict] | None = None, failed: list[bool] | None = None
+) -> dict[str, np.ndarray]:
     column = np.empty(len(uids), dtype=object)
     column[:] = extras or [{}] * len(uids)
-    return {"uid": np.array(uids), "score": np.array(scores), "reward_extra": column}
+    samples = {"uid": np.array(uids), "score": np.array(scores), "reward_extra": column}
+    return samples | {"reward_failed": np.array(failed or [False] * len(uids))}
 
 
 @given(st.integers(0, 2**31 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**31 - 1), st.integers(0, 2**32 - 1))
@@ -52,6 +55,16 @@ def test_the_metric_may_be_one_that_the_reward_function_returned() -> None:
         ValueError, match=r"filter_groups.metric = acc: the reward function returned None.*\['format'\]"
     ):
         kept_uids(samples_of([1, 1], [0.0, 1.0], [{"format": 1}] * 2), GroupFilter("acc"))
+
+
+@pytest.mark.parametrize("metric", ["score", "acc"])
+def test_a_failed_sample_makes_no_contrast(metric: str) -> None:
+    """It has a 0 for a score, and no number beside it."""
+    wrong, right = {"acc": False}, {"acc": True}
+    uids, scores = [1, 1, 1, 2, 2, 2, 3, 3], [-1.0, 0.0, -1.0, 0.0, 1.0, -1.0, 0.0, 0.0]
+    failed = [False, True, False, True, False, False, True, True]
+    samples = samples_of(uids, scores, [wrong, {}, wrong, {}, right, wrong, {}, {}], failed)
+    assert kept_uids(samples, GroupFilter(metric)) == [2]
 
 
 def sample_of(uid: int, index: int) -> Trajectory:
@@ -97,6 +110,24 @@ class CountedLookUps(dict[Any, Any]):
     def __getitem__(self, key: Any) -> Any:
         self.count += 1
         return super().__getitem__(key)
+
+
+def test_a_failed_sample_does_not_end_a_generation_early() -> None:
+    async def scenario() -> None:
+        async def score(sample: Trajectory) -> ScoreResult:
+            failed = sample.uid == 1 and sample.sample_index == 1
+            return ScoreResult(0.0, error="it hung") if failed else ScoreResult(-float(sample.sample_index == 0))
+
+        scores = GroupScores(2, score, EarlyEnd(1, GroupFilter("score")))
+        for uid, enough in ((1, False), (2, True)):
+            for index in range(2):
+                scores.add(sample_of(uid, index))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert scores.are_enough() == enough
+        scores.cancel()
+
+    asyncio.run(scenario())
 
 
 def test_groups_that_wait_for_scores_cost_nothing_at_each_output() -> None:

@@ -41,7 +41,16 @@ def ranks() -> Any:
 @pytest.fixture
 def batch() -> PlacedBatch:
     plan = StepPlan(((((0, 1),),), (((2, 3),),)), (1,))
-    names = (*NAMES, "score", "baseline_score", "num_sampled_tokens", "reward_extra", "finish_reason")
+    names = (
+        *NAMES,
+        "score",
+        "rewards",
+        "reward_failed",
+        "baseline_score",
+        "num_sampled_tokens",
+        "reward_extra",
+        "finish_reason",
+    )
     placed = PlacedBatch(
         {name: np.arange(4) for name in names}, dict.fromkeys(("actor", "ref", "critic", "reward_model"), plan)
     )
@@ -61,7 +70,7 @@ def test_forward_passes_get_no_column_of_samples(ranks: Any, batch: PlacedBatch)
 
 @pytest.mark.parametrize(
     ("estimator", "kl_coef", "got"),
-    [("gae", None, {"score"}), ("gae", 0.1, {"score"}), ("remax", None, {"score", "baseline_score"})],
+    [("gae", None, set()), ("gae", 0.1, set()), ("remax", None, {"baseline_score"})],
 )
 def test_an_estimator_of_tokens_gets_what_it_needs(
     ranks: Any, batch: PlacedBatch, estimator: str, kl_coef: float | None, got: set[str]
@@ -70,7 +79,7 @@ def test_an_estimator_of_tokens_gets_what_it_needs(
     for name in ("values", "old_logprobs", "ref_logprobs"):
         batch = batch.with_column(name, "actor", ("0", "1"))
     actor.token_advantages(batch, AlgorithmConfig(adv_estimator=estimator), kl_coef=kl_coef)
-    assert ranks.got == [got]
+    assert ranks.got == [{"rewards", "reward_failed"} | got]
 
 
 @pytest.mark.parametrize(("loss_mode", "names"), [("vanilla", set()), ("clip_cov", NAMES)])

@@ -38,7 +38,9 @@ def shard() -> DataProto:
             [("old_logprobs", torch.float32), ("ref_logprobs", torch.float32), ("response_mask", torch.bool)]
         )
     }
-    samples = {"score": np.array(SCORES)} | {name: np.arange(3) for name in ("uid", "prompt_uid", "sample_index")}
+    samples = {"rewards": np.array(SCORES), "reward_failed": np.zeros(3, bool)} | {
+        name: np.arange(3) for name in ("uid", "prompt_uid", "sample_index")
+    }
     return DataProto(columns, samples)
 
 
@@ -92,6 +94,46 @@ def test_remax_takes_the_greedy_score_off(group):
     _, columns = token_advantages(batch, config, None, group=group, device="cpu")
     # Not whitened.
     assert columns.tokens["advantages"].values.tolist() == [0, 0.5, 0.5, 0.5, 0, 0, -1, 0, -1, 0, 0]
+
+
+def with_a_failed_one(rewards: list[float]) -> DataProto:
+    """Rows of which the second one failed."""
+    batch = shard()
+    batch.samples["rewards"], batch.samples["reward_failed"] = np.array(rewards), np.array([False, True, False])
+    return batch
+
+
+def test_a_failed_sample_is_in_no_mean_of_token_advantages_and_no_better_than_the_worst(group):
+    config = AlgorithmConfig(adv_estimator="reinforce_plus_plus", gamma=0.5)
+    _, columns = token_advantages(with_a_failed_one([1.0, -0.5, 0.0]), config, None, group=group, device="cpu")
+    sampled = np.array([0.25, 0.5, 1.0])
+    whitened = (sampled - sampled.mean()) / math.sqrt(sampled.var(ddof=1) + 1e-8)
+    advantages = columns.tokens["advantages"].values.numpy()
+    assert advantages[1:4] == pytest.approx(whitened, rel=1e-5)
+    # Far below all others: no lower than the lowest of them.
+    assert advantages[[6, 8]] == pytest.approx(whitened.min(), rel=1e-5)
+    # All others are alike, so that nothing says how much worse it is.
+    config = AlgorithmConfig(adv_estimator="reinforce_plus_plus")
+    _, columns = token_advantages(with_a_failed_one([1.0, 0.0, 0.0]), config, None, group=group, device="cpu")
+    assert not columns.tokens["advantages"].values.any()
+
+
+def test_a_critic_learns_nothing_from_a_failed_sample(group):
+    config = AlgorithmConfig(adv_estimator="gae", gamma=1.0, lam=1.0)
+    advantages, returns, explained = [], [], []
+    for reward in (-1.0, 5.0):
+        batch = with_a_failed_one([1.0, reward, 0.0])
+        values = Jagged(torch.linspace(-2.0, 0.5, 11), batch.tokens["response_mask"].cu_seqlens)
+        metrics, columns = token_advantages(
+            batch.union(DataProto({"values": values})), config, None, group=group, device="cpu"
+        )
+        advantages.append(columns.tokens["advantages"].values.tolist())
+        returns.append(columns.tokens["returns"].values.tolist())
+        explained.append(to_floats(explained_variance_metrics(metrics))["critic/vf_explained_var"])
+        assert [returns[-1][at] for at in (6, 8)] == values.values[[6, 8]].tolist()
+        assert max(advantages[-1][at] for at in (6, 8)) <= 0.0
+    # Of the others nothing depends on it.
+    assert advantages[0][:4] == advantages[1][:4] and returns[0] == returns[1] and explained[0] == explained[1]
 
 
 def test_covariance_is_of_each_mini_batch_by_itself(group):

@@ -34,7 +34,7 @@ def batch() -> DataProto:
     trajectories[1].observe([5, 5])
     trajectories[1].parts.append(GenerateOutput("0/1", 0, [8, 9], [-0.75, -1.25], "length", 5))
     trajectories[2].parts.append(GenerateOutput("1/0", 0, [], [], "length", 5))
-    results = [ScoreResult(1.0, {"acc": 1}), ScoreResult(0.0, {}), ScoreResult(0.0, {}, error="raised")]
+    results = [ScoreResult(1.0, {"acc": 1}, penalty=-0.5), ScoreResult(0.0, {}), ScoreResult(0.0, {}, error="raised")]
     return to_batch(trajectories, prompts, results, seeds=[11, 12, 2**63 - 1])
 
 
@@ -98,6 +98,7 @@ def test_sample_columns() -> None:
         "num_turns": [1, 2, 1],
         "score": [1.0, 0.0, 0.0],
         "reward_failed": [False, False, True],
+        "reward_penalty": [-0.5, 0.0, 0.0],
         "policy_version": [4, 4, 5],
         "finish_reason": ["stop", "length", "length"],
         "data_source": ["source 30", "source 30", "source 10"],

@@ -120,13 +120,13 @@ def test_a_response_that_cannot_be_scored_ends_it_and_is_named(here):
 
 
 @pytest.mark.parametrize(("fault", "timeout_s"), [("fail", 60), ("hang", 2)])
-def test_or_it_counts_zero_and_is_counted(here, capsys, fault, timeout_s):
+def test_or_it_counts_as_wrong_and_is_counted(here, capsys, fault, timeout_s):
     write([row(0, ["1", "5"]), row(1, ["1", "1"])])
     overrides = [f"+custom_reward_function.reward_kwargs.{fault}='5'", "data.output_path=out.parquet"]
     assert evaluate(*overrides, "reward_model.on_error=zero", f"reward_model.timeout_s={timeout_s}") == 0
     out = capsys.readouterr().out
-    assert "1 of 4 responses could not be scored and count 0" in out
-    assert "val-core/sums/reward/mean@2 0.7500" in out
+    assert "1 of 4 responses could not be scored and count as wrong" in out
+    assert "val-core/sums/reward/mean@2 0.7500" in out and "val-core/sums/num_failed 1.0000" in out
     assert pq.read_table("out.parquet")["reward_failed"].to_pylist() == [[False, True], [False, False]]
 
 

@@ -71,7 +71,9 @@ def made_keys() -> set[str]:
         *metrics.explained_variance_metrics(metrics.explained_variance_sums(logprobs, logprobs, torch.ones(2))),
         *metrics.mismatch_metrics(*packed),
         *algorithms.rollout_corr_metrics(algorithms.correct(*packed, correction).metrics),
-        *metrics.validation_metrics(["a/b"] * 4, [0] * 4, [0.0, 1.0] * 2, [{"acc": True, "pred": "x", "len": 5}] * 4),
+        *metrics.validation_metrics(
+            ["a/b"] * 4, [0] * 4, [0.0, 1.0] * 2, [{"acc": True, "pred": "x", "len": 5}] * 4, [False] * 4
+        ),
     }
 
 

@@ -129,8 +129,8 @@ def test_draws_of_a_prompt_are_not_those_of_its_neighbour():
     assert metrics["val-core/a/reward/maj@4/mean"] == pytest.approx(draws[0], abs=4 * draws[1] / (1000 * 50) ** 0.5)
 
 
-def test_an_extra_counts_where_every_response_of_the_source_has_a_finite_number():
-    extras = [{"x": 1, "y": 1.0, "z": "1"}, {"x": 2.0, "y": float("nan"), "z": "2"}, {"y": 3}]
+def test_an_extra_counts_where_every_response_of_the_source_has_a_number():
+    extras = [{"x": 1, "y": 1.0, "z": "1"}, {"x": 2.0, "y": None, "z": "2"}, {"y": 3}]
     metrics = validation_metrics(["a", "a", "b"], [0, 1, 2], [0.0] * 3, extras)
     assert {key for key in metrics if "/reward/" not in key} == {"val-aux/a/x/mean@1", "val-aux/b/y/mean@1"}
     assert metrics["val-aux/a/x/mean@1"] == 1.5

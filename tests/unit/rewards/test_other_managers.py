@@ -140,22 +140,22 @@ def test_overlong_penalty(length, penalty):
 
 
 @pytest.mark.parametrize("log", [False, True])
-def test_dapo_shapes_the_score(log, scores_of):
+def test_dapo_gives_the_raw_score_and_its_penalty_as_two_values(log, scores_of):
     buffer = OverlongBufferConfig(enable=True, len=4, penalty_factor=2.0, max_resp_len=10, log=log)
     requests = [dataclasses.replace(GSM8K, response_length=n) for n in (6, 7, 10)]
     results = scores_of("dapo", None, requests, overlong_buffer=buffer)
     penalties = (0.0, -0.5, -2.0)
-    assert [r.score for r in results] == [1.0 + p for p in penalties]
+    assert [(r.score, r.penalty) for r in results] == [(1.0, p) for p in penalties]
     assert [r.extra for r in results] == [
         {"overlong": float(p < 0), "overlong_reward": p} if log else {} for p in penalties
     ]
 
 
-def test_dapo_leaves_a_failure_at_zero_and_needs_the_length(scores_of):
+def test_dapo_gives_a_failure_no_penalty_and_needs_the_length(scores_of):
     buffer = OverlongBufferConfig(enable=True, len=4, max_resp_len=10)
     failed = dataclasses.replace(GSM8K, ground_truth="none", response_length=10)
     (result,) = scores_of("dapo", None, [failed], overlong_buffer=buffer, on_error="zero")
-    assert result.score == 0.0 and "holds no number" in result.error
+    assert result.score == result.penalty == 0.0 and "holds no number" in result.error
     with pytest.raises(ValueError, match="needs its response_length"):
         scores_of("dapo", None, [GSM8K], overlong_buffer=buffer)
     with pytest.raises(ValueError, match=r"overlong_buffer\.len=11: use 1 to max_resp_len=10"):

@@ -62,6 +62,19 @@ def test_dict_keeps_the_other_values():
     assert score(lambda **_: {"score": 0.5, "acc": True, "pred": "4"}) == ScoreResult(0.5, {"acc": True, "pred": "4"})
 
 
+def test_what_is_a_number_beside_the_score_is_decided_where_the_result_is_read():
+    beside = {
+        "bool": np.bool_(True), "float": np.float32(0.5), "int": np.int64(3), "fraction": Fraction(1, 4), "python": 2,
+        "nan": np.float64("nan"), "inf": float("-inf"), "huge": 10**400, "text": "4", "list": [1.0], "none": None,
+    }  # fmt: skip
+    extra = score(lambda **_: {"score": 1.0, **beside}).extra
+    numbers = {"bool": True, "float": 0.5, "int": 3, "fraction": 0.25, "python": 2}
+    assert extra == {**beside, **numbers, "nan": None, "inf": None, "huge": None}
+    assert {name: type(extra[name]) for name in numbers} == dict(
+        zip(numbers, (bool, float, int, float, int), strict=True)
+    )
+
+
 def test_function_gets_the_sample_and_its_own_extra_info():
     seen = {}
 
@@ -207,7 +220,7 @@ FAILURES = [
     (stop_iteration, "StopIteration"),
     (lambda **_: float("nan"), "it returned nan, not a finite number"),
     (lambda **_: float("-inf"), "it returned -inf, not a finite number"),
-    (lambda **_: 10**400, "it returned inf, not a finite number"),
+    (lambda **_: 10**400, "it returned an integer of 1329 bits, not a finite number"),
     (lambda **_: None, "it returned NoneType None, not a number"),
     (lambda **_: "0.5", "it returned str '0.5', not a number"),
     (lambda **_: (1.0, "why"), "it returned tuple (1.0, 'why'), not a number"),

@@ -574,3 +574,11 @@ def test_model_directory_with_another_head_beside_the_tied_flag(directory: Path,
     assert f"{model} has a lm_head.weight that is not model.embed_tokens.weight" in message
     (served,) = ENGINES["sglang"].served_model_violations(model, "--tp", 1)
     assert served == message
+
+
+def test_the_metric_of_the_best_checkpoint_of_fine_tuning_is_one_that_it_has(directory: Path, tmp_path: Path) -> None:
+    val = f"data.val_files={tmp_path / 'sft.parquet'}"
+    best = [val, "trainer.best_ckpt_to_keep=1", "trainer.save_freq=1", "trainer.test_freq=1"]
+    check_sft(sft(directory, tmp_path, *best))
+    with pytest.raises(ConfigError, match=r"trainer\.best_ckpt_metric = val/acc: .* set it to val/loss"):
+        check_sft(sft(directory, tmp_path, *best, "trainer.best_ckpt_metric=val/acc"))

@@ -122,7 +122,7 @@ def test_each_data_source_is_scored_once_with_its_own_row(run: Run) -> None:
 def test_failures_that_score_zero_are_said_and_no_error(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert run.check([row("a")] * 2, [row("a")], "return 1 / 0", "reward_model.on_error=zero") == []
-    assert "scores 0 (reward_model.on_error=zero): ZeroDivisionError" in caplog.text
+    assert "counts as wrong (reward_model.on_error=zero): ZeroDivisionError" in caplog.text
 
 
 def test_rows_of_a_judge_or_reward_model_are_left_to_it(run: Run, model: Path) -> None:
@@ -137,6 +137,61 @@ def test_rows_of_a_judge_or_reward_model_are_left_to_it(run: Run, model: Path) -
     assert run.check(rows, rows, "return 1 / 0", *on) == []
     (violation,) = run.check([*rows, row("a")], rows, "return 1 / 0", *on)
     assert "train prompt 2" in violation and "ZeroDivisionError" in violation
+
+
+FILTER = ["algorithm.filter_groups.enable=true"]
+
+
+@pytest.mark.parametrize(
+    ("metric", "known"), [("acc", True), ("score", True), ("flag", True), ("pred", False), ("accuracy", False)]
+)
+def test_the_metric_of_a_filter_is_held_against_what_the_reward_function_returns(
+    run: Run, metric: str, known: bool
+) -> None:
+    body = "import numpy; return {'score': -1.0, 'acc': numpy.float32(0), 'flag': numpy.bool_(False), 'pred': 'x'}"
+    violations = run.check([row("a")] * 2, [row("a")], body, *FILTER, f"algorithm.filter_groups.metric={metric}")
+    assert bool(violations) is not known
+    for text in violations:
+        assert f"algorithm.filter_groups.metric = {metric}" in text and "'a'" in text and "score or acc or flag" in text
+
+
+def test_a_filter_needs_its_metric_of_every_data_source_that_trains(run: Run) -> None:
+    body = "return {'score': 0.0, 'acc': 0.0} if data_source == 'a' else 0.0"
+    asked = [*FILTER, "algorithm.filter_groups.metric=acc"]
+    assert run.check([row("a")] * 2, [row("b")], body, *asked) == []
+    (violation,) = run.check([row("a"), row("b")], [row("a")], body, *asked)
+    assert "data_source 'b'" in violation
+
+
+BEST = ["trainer.best_ckpt_to_keep=1", "trainer.save_freq=1", "trainer.test_freq=1"]
+
+
+@pytest.mark.parametrize(
+    ("metric", "known"),
+    [
+        ("val-core/*/reward/mean@*", True),
+        ("val-core/a/acc/mean@2", True),
+        ("val-core/a/acc/maj@2/mean", True),
+        ("val-aux/a/part/mean@2", True),
+        ("val-core/a/num_failed", False),
+        ("val-core/a/acc/mean@1", False),
+        ("val-core/b/acc/mean@2", False),
+        ("val-core/a/pred/mean@2", False),
+        ("val-core/a/accuracy/mean@2", False),
+    ],
+)
+def test_the_metric_of_the_best_checkpoint_is_held_against_a_validation_of_the_trial(
+    run: Run, metric: str, known: bool
+) -> None:
+    body = "return {'score': 0.0, 'acc': False, 'pred': 'x', 'part': 0.5}"
+    val = "actor_rollout_ref.rollout.val_kwargs"
+    asked = [*BEST, f"{val}.n=2", f"{val}.do_sample=true", f"trainer.best_ckpt_metric='{metric}'"]
+    violations = run.check([row("a")] * 2, [row("a")], body, *asked)
+    assert bool(violations) is not known
+    for text in violations:
+        assert f"trainer.best_ckpt_metric = {metric}" in text and "val-core/a/acc/mean@2" in text
+    # Of a score that failed nobody knows what would come with it.
+    assert run.check([row("a")] * 2, [row("a")], "return 1 / 0", *asked, "reward_model.on_error=zero") == []
 
 
 def test_many_failures_are_counted(run: Run) -> None:

@@ -58,6 +58,7 @@ class Servers:
             "score": np.array([score for group in whole for score in scores[group.uid]]),
             "policy_version": np.repeat([began[group.uid] for group in whole], N),
             "reward_extra": np.array([{}] * (N * len(whole)), dtype=object),
+            "reward_failed": np.zeros(N * len(whole), dtype=bool),
         }
         batch_id = len(self.batches)
         self.batches[batch_id] = samples

@@ -363,7 +363,9 @@ def test_the_best_by_a_metric_of_the_validation_stays(tmp_path: Path, ranks: Ran
     with pytest.raises(
         UserError, match=r"trainer\.best_ckpt_metric = val/score: no metric of the validation; set it to one of b"
     ):
-        kept.tested(5, {"b": 1.0})
+        kept.tested(5, {"b": 1.0, "val-core/a/num_failed": 0.0})
+    # All of a data source failed: no step is the best by what they would have returned.
+    kept.tested(4, {"b": 1.0, "val-core/a/num_failed": 8.0})
     # Data sources count alike.
     all_sources = Saves(replace(trainer, default_local_dir=str(tmp_path / "all"), best_ckpt_metric="val-core/*/mean@*"))
     for step, (first, second) in ((1, (0.2, 0.8)), (2, (0.9, 0.0)), (3, (0.4, 0.1))):

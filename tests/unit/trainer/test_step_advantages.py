@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from scalerl.algorithms import KLController
+from scalerl.algorithms import KLController, adv_estimator_names, get_adv_estimator
 from scalerl.balance import plan_step
-from scalerl.cluster.batch import PlacedBatch
+from scalerl.cluster.batch import BatchRef, PlacedBatch
 from scalerl.config.schema import AlgorithmConfig, KLControlConfig
-from scalerl.metrics import to_floats
-from scalerl.trainer.step_advantages import estimate_advantages, needs_greedy_baseline
+from scalerl.metrics import Metric, to_floats
+from scalerl.metrics.failed_samples import as_wrong
+from scalerl.trainer.step_advantages import add_greedy_baseline, estimate_advantages, needs_greedy_baseline
 
 KL_SUMS = np.array([2.0, 1.0, 0.0, 0.5])
 KL_MEAN = (2.0 / 4 + 1.0 / 5 + 0.5 / 1) / 3
@@ -39,6 +40,7 @@ def batch() -> PlacedBatch:
     scores, uids = np.array([1.0, 0.0, 3.0, 5.0]), np.array([0, 0, 1, 1])
     # Of longer responses, which have observations too.
     samples = {"score": scores, "uid": uids, "num_sampled_tokens": lengths, "response_length": lengths + 3}
+    samples |= {"reward_penalty": np.zeros(4), "reward_failed": np.zeros(4, bool), "data_source": np.array(["a"] * 4)}
     return PlacedBatch(samples, {"actor": plan})
 
 
@@ -72,7 +74,7 @@ def test_without_a_controller_scores_are_rewards():
     actor = KnownKL()
     placed, metrics = estimate_advantages(actor, batch(), config("rloo"), None)
     assert placed.samples["advantages"].tolist() == [1.0, -1.0, -2.0, 2.0]
-    assert metrics == {} and "rewards" not in placed.samples
+    assert metrics == {} and placed.samples["rewards"].tolist() == placed.samples["score"].tolist()
     estimate_advantages(actor, batch(), config("reinforce_plus_plus"), None)
     assert actor.asked == [None]
 
@@ -87,3 +89,63 @@ def test_a_missing_column_is_named():
     with pytest.raises(ValueError, match="remax needs baseline_score, which this run does not make"):
         estimate_advantages(KnownKL(), batch(), config("remax"), None)
     assert needs_greedy_baseline(config("remax")) and not needs_greedy_baseline(config("grpo"))
+
+
+def with_failed(scores: list[float | None], uids: list[int], penalties: list[float] | None = None) -> PlacedBatch:
+    """None: the sample failed, and has the score that the rollout gives it."""
+    plan = plan_step(np.full(len(uids), 4), dp_size=1, mini_batches=[range(len(uids))], max_tokens_per_micro_batch=64)
+    failed, sources = np.array([score is None for score in scores]), np.array(["a"] * len(uids))
+    samples = {
+        "score": as_wrong([score or 0.0 for score in scores], sources, failed),
+        "uid": np.array(uids),
+        "num_sampled_tokens": np.arange(1, len(uids) + 1),
+        "reward_penalty": np.array(penalties or [0.0] * len(uids)),
+        "reward_failed": failed,
+        "data_source": sources,
+    }
+    return PlacedBatch(samples, {"actor": plan})
+
+
+def rows_of(batch: PlacedBatch, rows: list[int]) -> PlacedBatch:
+    return PlacedBatch({name: column[rows] for name, column in batch.samples.items()}, batch.plans)
+
+
+def advantages_of(name: str, batch: PlacedBatch) -> np.ndarray:
+    return estimate_advantages(KnownKL(), batch, config(name), None)[0].samples["advantages"]
+
+
+@pytest.mark.parametrize("name", [name for name in adv_estimator_names() if not get_adv_estimator(name).per_token])
+def test_a_failed_sample_votes_in_no_baseline_and_is_no_better_than_the_worst_of_its_group(name: str) -> None:
+    batch = with_failed([-1.0, None, 1.0, 1.0, None, -1.0, 0.5, 1.0], [0, 0, 0, 1, 1, 1, 1, 2])
+    advantages, scored = advantages_of(name, batch), [0, 2, 3, 5, 6, 7]
+    assert advantages[scored].tolist() == advantages_of(name, rows_of(batch, scored)).tolist()
+    assert advantages[1] == min(0.0, *advantages[[0, 2]]) and advantages[4] == min(0.0, *advantages[[3, 5, 6]])
+
+
+def test_a_failed_sample_among_wrong_ones_teaches_nothing() -> None:
+    """Of DAPO's -1 and 1: the 0 that stands for no score is above a wrong answer's -1."""
+    assert advantages_of("grpo", with_failed([-1.0, None, -1.0, None], [0] * 4)).tolist() == [0.0] * 4
+
+
+def test_a_sample_whose_siblings_failed_is_compared_with_nothing() -> None:
+    assert advantages_of("grpo", with_failed([1.0, None, None, None, None], [0, 0, 0, 1, 1])).tolist() == [0.0] * 5
+
+
+def test_raw_and_shaped_scores_are_two_values() -> None:
+    batch = with_failed([-1.0, -1.0, None, 1.0], [0, 0, 1, 1], penalties=[0.0, -0.5, 0.0, -0.25])
+    samples = estimate_advantages(KnownKL(), batch, config("grpo"), None)[0].samples
+    assert samples["score"].tolist() == [-1.0, -1.0, -1.0, 1.0]
+    # The failed one is no better than any other with its penalty.
+    assert samples["rewards"].tolist() == [-1.0, -1.5, -1.5, 0.75]
+    assert samples["advantages"].tolist() == [0.25, -0.25, 0.0, 0.0]
+
+
+def test_a_greedy_response_that_failed_is_no_baseline() -> None:
+    class Greedy:
+        def greedy_scores(self, samples: BatchRef) -> tuple[np.ndarray, dict[str, Metric]]:
+            return np.array([-1.0, -1.0, np.nan, np.nan]), {}
+
+    samples = with_failed([1.0, -1.0, 1.0, None], [0, 0, 1, 1], penalties=[0.0, 0.0, -0.5, 0.0]).samples
+    made, metrics = add_greedy_baseline(Greedy(), BatchRef(None, samples))
+    assert made.samples["baseline_score"].tolist() == [-1.0, -1.0, 0.5, -1.0]
+    assert to_floats(metrics) == {"critic/baseline_score/mean": -1.0}

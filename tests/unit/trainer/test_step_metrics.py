@@ -11,7 +11,7 @@ import pytest
 from scalerl.balance import StepPlan
 from scalerl.config import PPOConfig
 from scalerl.metrics import FlopsShape, Metric
-from scalerl.trainer.step_metrics import MfuBasis, StepOutcome, reward_extra_means, step_metrics
+from scalerl.trainer.step_metrics import MfuBasis, StepOutcome, no_contrast, reward_extra_means, step_metrics
 
 SHAPE = FlopsShape(
     num_layers=1, hidden_size=4, num_heads=2, num_kv_heads=1, head_dim=2, ffn_hidden_size=8, vocab_size=10
@@ -36,7 +36,10 @@ def column(*values: Any) -> np.ndarray:
 
 def outcome() -> StepOutcome:
     samples = {
+        "uid": np.array([7, 7, 8, 8]),
+        "data_source": column("a", "a", "b", "b"),
         "score": np.array([1.0, 0.0, 0.5, 0.5]),
+        "reward_failed": np.zeros(4, dtype=bool),
         "advantages": np.array([1.0, -1.0, 0.0, 0.5], dtype=np.float32),
         "prompt_length": np.array([2, 2, 4, 4]),
         "prompt_length_before": np.array([2, 2, 4, 6]),
@@ -108,6 +111,7 @@ EXPECTED = {
     "response_length_non_aborted/min": 1.0,
     "response_length_non_aborted/clip_ratio": 0.25,
     "response/aborted_ratio": 0.0,
+    "reward/equal_groups_frac": 0.5,
     "reward_extra/acc": 2 / 3,
     "reward_extra/len": 7.0,
     # Tokens per sample 5, 3, 6, 8: the first two are dp rank 0's before and after.
@@ -181,9 +185,45 @@ def test_a_step_without_sampler_logprobs() -> None:
 
 
 def test_reward_extra_takes_numbers_only() -> None:
-    extras = column({"acc": 1, "text": "no", "list": [1]}, {"acc": 0.5, "none": None}, {})
+    extras = [{"acc": 1, "text": "no", "list": [1]}, {"acc": 0.5, "none": None}, {}]
     assert reward_extra_means(extras) == {"reward_extra/acc": 0.75}
-    assert reward_extra_means(column({}, {})) == {}
+    assert reward_extra_means([{}, {}]) == {}
+
+
+def test_a_failed_sample_is_wrong_in_the_means_beside_the_score() -> None:
+    step_outcome = outcome()
+    # Each lacks what the other sample of its data source has.
+    step_outcome.samples["reward_extra"][:] = [{"acc": True, "pred": "4"}, {}, {}, {"acc": True, "len": -7}]
+    step_outcome.samples["reward_failed"][1:3] = True
+    metrics = step_metrics(config(), step_outcome, {}, TIMING_S, step=7, epoch=1)
+    assert metrics["reward_extra/acc"] == 0.5 and metrics["reward_extra/len"] == -7.0
+    # Nothing is left to compare the other samples with.
+    assert metrics["reward/equal_groups_frac"] == 1.0
+
+
+def test_a_step_without_contrast_is_said() -> None:
+    step_outcome = outcome()
+    samples = dict(step_outcome.samples)
+    samples["score"], samples["advantages"] = np.array([1.0, 1.0, 0.0, 0.0]), np.zeros(4, np.float32)
+    alike = dataclasses.replace(step_outcome, samples=samples)
+    metrics = step_metrics(config(), alike, {}, TIMING_S, step=7, epoch=1)
+    assert metrics["reward/equal_groups_frac"] == 1.0
+    assert no_contrast(samples, metrics) == "2 of 2 groups have equal rewards: nothing is learned in this step"
+    differ = step_metrics(config(), step_outcome, {}, TIMING_S, step=7, epoch=1)
+    assert no_contrast(step_outcome.samples, differ) is None
+    # Advantages of single tokens are the ranks': a group of equal scores may teach.
+    of_tokens = {"critic/advantages/min": Metric(-0.5, "min"), "critic/advantages/max": Metric(0.5, "max")}
+    alike = dataclasses.replace(
+        alike, metrics=of_tokens, samples={k: v for k, v in samples.items() if k != "advantages"}
+    )
+    assert no_contrast(alike.samples, step_metrics(config(), alike, {}, TIMING_S, step=7, epoch=1)) is None
+
+
+def test_groups_of_one_have_no_share_of_equal_ones() -> None:
+    step_outcome = outcome()
+    step_outcome.samples["uid"][:] = range(4)
+    metrics = step_metrics(config(), step_outcome, {}, TIMING_S, step=7, epoch=1)
+    assert "reward/equal_groups_frac" not in metrics
 
 
 def test_memory_of_nodes_is_the_largest_of_drivers_and_ranks():

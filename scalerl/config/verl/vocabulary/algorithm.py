@@ -32,7 +32,11 @@ ALGORITHM = [
         why="the same estimator",
     ),
     renamed(
-        "algorithm.filter_groups.metric", "algorithm.filter_groups.metric", only=(None,), convert=lambda _: "score"
+        "algorithm.filter_groups.metric",
+        "algorithm.filter_groups.metric",
+        only=(None, "seq_reward", "seq_final_reward"),
+        convert=lambda _: "score",
+        why="groups are compared before penalties",
     ),
     renamed(
         "algorithm.filter_groups.max_num_gen_batches",
