@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +27,7 @@ class RewardFunction:
     """A reward function, called with the four arguments of ARGUMENTS by keyword, and reward_kwargs.
 
     It returns a number, or a dict with "score" and other values; an async function returns an awaitable of that.
+    Each call gets copies: the samples of a prompt share its values, and what a function changes is no other sample's.
     path: the file that defines it; None for the rules of scalerl.
     """
 
@@ -40,9 +42,9 @@ class RewardFunction:
         return self.fn(
             data_source=data_source,
             solution_str=solution_str,
-            ground_truth=ground_truth,
-            extra_info=extra_info,
-            **self.reward_kwargs,
+            ground_truth=deepcopy(ground_truth),
+            extra_info=deepcopy(extra_info),
+            **deepcopy(dict(self.reward_kwargs)),
         )
 
     def __str__(self) -> str:
@@ -68,9 +70,10 @@ class BatchRewardFunction(RewardFunction):
         return self.fn(
             data_sources=data_sources,
             solution_strs=solution_strs,
-            ground_truths=ground_truths,
-            extra_infos=extra_infos,
-            **self.reward_kwargs,
+            # One by one: in a copy of the list, samples of a prompt would share a value again.
+            ground_truths=[deepcopy(truth) for truth in ground_truths],
+            extra_infos=[deepcopy(extra_info) for extra_info in extra_infos],
+            **deepcopy(dict(self.reward_kwargs)),
         )
 
 

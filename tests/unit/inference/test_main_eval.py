@@ -172,6 +172,20 @@ def test_dry_run_scores_nothing(here, capsys):
     assert "Everything checked: 1 responses" in capsys.readouterr().out
 
 
+def test_shared_values_of_a_row_are_no_response_s_to_change(here, capsys):
+    Path("reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return len(ground_truth) and len(extra_info['answers']) and float(\n"
+        "        ground_truth.pop() == extra_info['answers'].pop()['is']\n"
+        "    )\n"
+    )
+    shared = {"reward_model": {"style": "rule", "ground_truth": ["4"]}, "extra_info": {"answers": [{"is": "4"}]}}
+    write([row(0, ["4"] * 4, **shared)])
+    assert evaluate("data.output_path=scores.parquet") == 0
+    (scored,) = pq.read_table("scores.parquet").to_pylist()
+    assert scored["scores"] == [1.0] * 4 and scored["reward_model"] == shared["reward_model"]
+
+
 def test_a_manager_of_ones_own_file(here, capsys):
     write([row(0, ["1"])])
     Path("mine.py").write_text(
