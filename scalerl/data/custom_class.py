@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from scalerl.config.schema import CustomClassConfig, DataConfig
+from scalerl.data.files import lone_surrogate
 from scalerl.data.messages import MessagesDigest
 from scalerl.data.problems import DataError, excerpt, type_name
+from scalerl.data.prompt_rows import no_answer
 from scalerl.data.ragged import PackedObjects, RaggedArray
 from scalerl.data.rl_dataset import PromptRow, RLHFDataset
 from scalerl.user_code import UserCodeError, cause_of, defined_in, import_file
@@ -194,6 +196,10 @@ def _row_problems(row: Any, vocab_size: int, max_prompt_length: int, module_name
         problems.append("data_source is empty, give the name of its source")
     if row.images:
         problems.append("images: no model family of scalerl has a vision part; return none")
+    if (what := no_answer(row.ground_truth)) is not None:
+        problems.append(f"ground_truth has {what}, which is no answer; give text or a number")
+    if (half := lone_surrogate(_others(row))) is not None:
+        problems.append(f"texts hold {half}, half of a surrogate pair, which nothing can write; write whole characters")
     problems += _token_problems(row.input_ids, vocab_size, max_prompt_length)
     if not problems:
         try:

@@ -94,7 +94,7 @@ def excerpt(value: Any) -> str:
     if value is None:
         return ""
     try:
-        text = json.dumps(value, ensure_ascii=False)
+        text = json.dumps(value, ensure_ascii=False).encode(errors="backslashreplace").decode()
     except (TypeError, ValueError):
         text = repr(value)
     return text if len(text) <= _MAX_VALUE_CHARS else text[: _MAX_VALUE_CHARS - 3] + "..."

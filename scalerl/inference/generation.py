@@ -21,6 +21,7 @@ from scalerl.controller.sampling.draws import sample_seed
 from scalerl.data.chat import Conversation
 from scalerl.data.messages import check_messages, check_tools
 from scalerl.data.problems import DataError, FileProblems
+from scalerl.data.prompt_rows import check_extra_info
 from scalerl.data.prompt_tokens import tokenize
 from scalerl.data.tables import FileTable
 from scalerl.data.truncation import truncate
@@ -66,6 +67,8 @@ def read_prompts(
                 )
                 for row, values in chunk
             ]
+            for row, values in chunk:
+                check_extra_info(values.get("extra_info"), row, "extra_info", problems)
             conversations = [Conversation(messages, tools) for messages, tools in checked if messages is not None]
             if problems:
                 # Once there is a problem, rows are only checked.
@@ -267,7 +270,7 @@ def check_new_columns(tables: Sequence[FileTable], cfg: GenerationConfig) -> Non
         f"{file.name}: has a column '{name}' already, which the output adds; {advice}"
         for file in tables
         for name, advice in new.items()
-        if name in file.table.column_names
+        if name in file.column_names
     ]
     if problems:
         raise DataError(problems)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scalerl.config.schema import DataConfig
-from scalerl.data.files import SUFFIXES, DataFile, read_chunks, resolve_files
+from scalerl.data.files import SUFFIXES, DataFile, lone_surrogate, read_chunks, resolve_files
 from scalerl.data.local_copy import is_remote
 from scalerl.data.prepare import own_rows, reasoning_gym_rows
 from scalerl.data.prepare.hub_sets import HubSet
@@ -26,6 +26,9 @@ from scalerl.errors import CommandParser
 def main(argv: list[str] | None = None) -> int:
     """Runs the command.  Raises DataError for files that cannot be used."""
     arguments = build_parser().parse_args(argv)
+    for option in ("prompt", "answer", "template", "system", "data_source", "instruction"):
+        if (half := lone_surrogate(getattr(arguments, option, None))) is not None:
+            raise DataError([f"--{option.replace('_', '-')}: holds {half}, which is no character; write it as UTF-8"])
     if arguments.name == own_rows.NAME:
         return _own(arguments)
     split = _generate(arguments) if arguments.name == reasoning_gym_rows.NAME else _convert(arguments)
