@@ -46,7 +46,7 @@ def test_prompts_take_template_and_variables_in_every_process(write, make_tokeni
     messages = [{"role": "user", "content": "1 + 1"}]
     prompt_tokens._start_worker(tokenizer)
     (tokens,) = prompt_tokens._tokenize_in_worker([Conversation(messages)], config.chat_template_kwargs)
-    assert tokenizer.decode(tokens) == "add user 1 + 1<|end|>assistant short "
+    assert tokenizer.decode(tokens.input_ids) == "add user 1 + 1<|end|>assistant short "
 
 
 def test_conversations_take_them_and_learn_the_reasoning(write, make_tokenizer, template) -> None:
