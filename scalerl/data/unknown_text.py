@@ -62,7 +62,7 @@ class UnknownText:
         return [c for c, is_kept in zip(text, kept, strict=True) if not is_kept and _is_visible(c)]
 
     def _places(self, text: str) -> list[tuple[int, int, int]]:
-        """(token, start, end) of each token of a text."""
+        """The tokens of a text with their places, as (token, start, end) in characters."""
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         places = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
         return [(token, start, end) for token, (start, end) in places]

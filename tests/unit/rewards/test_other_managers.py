@@ -251,7 +251,7 @@ TAKES_WHAT_IT_MATCHED = """
 OWN_MANAGER = """
     from scalerl.rewards import RewardManager, ScoreResult, register_reward_manager
 
-    @register_reward_manager("takes_what_it_matched")
+    @register_reward_manager("test_takes_what_it_matched")
     class Takes(RewardManager):
         def __init__(self, function, config):
             self.function = function.fn
@@ -261,11 +261,11 @@ OWN_MANAGER = """
 """
 
 
-@pytest.mark.parametrize("manager", ["naive", "batch", "dapo", "prime", "takes_what_it_matched"])
+@pytest.mark.parametrize("manager", ["naive", "batch", "dapo", "prime", "test_takes_what_it_matched"])
 def test_shared_values_of_a_prompt_are_no_function_s_to_change(manager, tmp_path):
     path = tmp_path / "reward.py"
     path.write_text(textwrap.dedent(TAKES_WHAT_IT_MATCHED))
-    if manager == "takes_what_it_matched":
+    if manager == "test_takes_what_it_matched":
         own = tmp_path / "manager.py"
         own.write_text(textwrap.dedent(OWN_MANAGER))
         import_file(own, "trainer.import_files")
