@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from scalerl.config.schema import CustomClassConfig, DataConfig
+from scalerl.data.files import lone_surrogate
 from scalerl.data.messages import MessagesDigest
-from scalerl.data.problems import DataError, excerpt, type_name
+from scalerl.data.problems import DataError, FileProblems, excerpt, shown_rows, type_name
+from scalerl.data.prompt_rows import no_answer
 from scalerl.data.ragged import PackedObjects, RaggedArray
 from scalerl.data.rl_dataset import PromptRow, RLHFDataset
+from scalerl.data.unknown_text import UnknownRows, UnknownText
 from scalerl.user_code import UserCodeError, cause_of, defined_in, import_file
 
 if TYPE_CHECKING:
@@ -26,7 +29,6 @@ if TYPE_CHECKING:
 
 ARGUMENTS = ("data_files", "tokenizer", "config", "processor", "max_samples")
 _METHODS = ("__len__", "__getitem__")
-_MAX_ROWS_SHOWN = 5
 
 
 def create_rl_dataset(
@@ -143,13 +145,23 @@ class PromptTable:
                 rows_of_problem.setdefault(problem, []).append(i)
         if rows_of_problem:
             shown = list(rows_of_problem.items())[:20]
-            raise DataError([f"{label}: {_rows(numbers)}: {problem}" for problem, numbers in shown])
+            raise DataError([f"{label}: {shown_rows(numbers)}: {problem}" for problem, numbers in shown])
+        self._count_unknown(rows, label, tokenizer, allow=config.unknown_tokens == "allow")
         digest = MessagesDigest()
         for row in rows:
             digest.add(row.messages)
         self.digest = digest.hexdigest()
         self._tokens = RaggedArray([row.input_ids for row in rows], np.int32)
         self._others = PackedObjects(_others(row) for row in rows)
+
+    @staticmethod
+    def _count_unknown(rows: Sequence[Any], label: str, tokenizer: PreTrainedTokenizerBase, *, allow: bool) -> None:
+        ids, unknown, problems = UnknownText(tokenizer).ids, UnknownRows(), FileProblems(label)
+        for i, row in enumerate(rows):
+            names = [str(tokenizer.convert_ids_to_tokens(token)) for token in row.input_ids if token in ids]
+            unknown.add(i, len(row.input_ids), names)
+        unknown.report(label, "input_ids", problems, allow=allow)
+        problems.raise_if_any()
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -163,11 +175,6 @@ class PromptTable:
 def _others(row: PromptRow) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(PromptRow) if field.name not in ("uid", "input_ids")]
     return {name: getattr(row, name) for name in names}
-
-
-def _rows(numbers: list[int]) -> str:
-    more = f" and {len(numbers) - _MAX_ROWS_SHOWN} more" if len(numbers) > _MAX_ROWS_SHOWN else ""
-    return f"row{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:_MAX_ROWS_SHOWN]))}{more}"
 
 
 # Type of each field, and the description that errors give of it. ground_truth may be anything.
@@ -194,6 +201,10 @@ def _row_problems(row: Any, vocab_size: int, max_prompt_length: int, module_name
         problems.append("data_source is empty, give the name of its source")
     if row.images:
         problems.append("images: no model family of scalerl has a vision part; return none")
+    if (what := no_answer(row.ground_truth)) is not None:
+        problems.append(f"ground_truth has {what}, which is no answer; give text or a number")
+    if (half := lone_surrogate(_others(row))) is not None:
+        problems.append(f"texts hold {half}, half of a surrogate pair, which nothing can write; write whole characters")
     problems += _token_problems(row.input_ids, vocab_size, max_prompt_length)
     if not problems:
         try:

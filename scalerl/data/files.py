@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -18,6 +19,7 @@ from scalerl.data.problems import DataError, FileProblems
 
 CHUNK_ROWS = 1024
 SUFFIXES = (".parquet", ".json", ".jsonl")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 Chunk = list[tuple[int, dict[str, Any]]]
 
@@ -121,8 +123,14 @@ def python_rows(batch: pa.RecordBatch, first_row: int, problems: FileProblems) -
 
     Rows with bytes that are no text are added to `problems` and left out.  first_row: row number of the batch's start.
     """
+    # "float" is 32 bits, "halffloat" 16, "double" 64.
+    short = {field.name: field.type for field in batch.schema if "float" in str(field.type)}
+
+    def exact(values: dict[str, Any]) -> dict[str, Any]:
+        return values | {name: _as_written(values[name], kind) for name, kind in short.items()} if short else values
+
     try:
-        return list(enumerate(batch.to_pylist()))
+        return [(i, exact(values)) for i, values in enumerate(batch.to_pylist())]
     except UnicodeDecodeError:
         pass  # Some row holds bytes that are not text: look for it value by value.
     good = []
@@ -134,8 +142,21 @@ def python_rows(batch: pa.RecordBatch, first_row: int, problems: FileProblems) -
             except UnicodeDecodeError as error:
                 problems.add(f"text that is not UTF-8 ({error})", "write it as UTF-8", row=first_row + i, column=name)
         if len(values) == batch.num_columns:
-            good.append((i, values))
+            good.append((i, exact(values)))
     return good
+
+
+def _as_written(value: Any, kind: pa.DataType) -> Any:
+    """A value whose numbers of 16 and 32 bits are what they were written as: 0.1, not 0.10000000149011612."""
+    if value is None:
+        return None
+    if pa.types.is_float32(kind) or pa.types.is_float16(kind):
+        return float(str(kind.to_pandas_dtype()(value)))
+    if pa.types.is_struct(kind):
+        return {field.name: _as_written(value[field.name], field.type) for field in kind}
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return [_as_written(item, kind.value_type) for item in value]
+    return value
 
 
 def _json_chunks(path: str, columns: Sequence[str], problems: FileProblems, optional: Sequence[str]) -> Iterator[Chunk]:
@@ -181,7 +202,8 @@ def _is_one_object(path: str) -> bool:
 def json_records(path: str, problems: FileProblems) -> Iterator[tuple[int, Any]]:
     """Yields (row number, record) of a file: a JSON array, one object per line, or (.json) one object.
 
-    Blank lines do not count as rows.
+    Blank lines do not count as rows. A record with half of a character, which nothing can write, is added to `problems`
+    and left out.
     """
     with open(path, "rb") as file:
         head = file.read(3)
@@ -191,10 +213,14 @@ def json_records(path: str, problems: FileProblems) -> Iterator[tuple[int, Any]]
         file.seek(0)
         if is_array or _is_one_object(path):
             try:
-                whole = json.loads(file.read().decode("utf-8-sig"))
-                yield from enumerate(whole if is_array else [whole])
+                raw = file.read()
+                whole = json.loads(raw.decode("utf-8-sig"))
             except ValueError as error:
                 problems.add(f"a file that is not valid JSON ({error})", "write one array of objects, or one per line")
+                return
+            for row, record in enumerate(whole if is_array else [whole]):
+                if _is_text(raw, record, row, problems):
+                    yield row, record
             return
         row = 0
         for number, line in enumerate(file, start=1):
@@ -202,7 +228,31 @@ def json_records(path: str, problems: FileProblems) -> Iterator[tuple[int, Any]]
             if not text.strip():
                 continue
             try:
-                yield row, json.loads(text.decode("utf-8"))
+                record = json.loads(text.decode("utf-8"))
             except ValueError as error:
                 problems.add("a line that is not valid JSON", "correct it", row=row, value=f"line {number}: {error}")
+            else:
+                if _is_text(text, record, row, problems):
+                    yield row, record
             row += 1
+
+
+def _is_text(raw: bytes, record: Any, row: int, problems: FileProblems) -> bool:
+    """True if all text of a record can be written; else adds a problem.  raw: what the record was read from."""
+    if not _SURROGATE.search(raw) or (half := lone_surrogate(record)) is None:
+        return True
+    named = record if isinstance(record, dict) else {}
+    columns = (name for name, value in named.items() if lone_surrogate([name, value]) is not None)
+    column = next((name.encode(errors="backslashreplace").decode() for name in columns), None)
+    problem = "half of a surrogate pair, which is no character"
+    problems.add(problem, "write the whole character, or remove it", row=row, column=column, value=half)
+    return False
+
+
+def lone_surrogate(value: Any) -> str | None:
+    """The first half of a surrogate pair in the texts of a value, as an escape; None if there is none."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str, skipkeys=True).encode()
+    except UnicodeEncodeError as error:
+        return f"\\u{ord(error.object[error.start]):04x}"
+    return None

@@ -32,7 +32,7 @@ class MessagesDigest:
 
 
 def check_messages(value: Any, row: int, column: str, problems: FileProblems) -> list[dict[str, Any]] | None:
-    """Checks one row's messages and drops their null keys, which Arrow fills in.
+    """Checks one row's messages and drops their null keys at every depth: Arrow fills in those of other rows.
 
     Returns the messages, or None with the reason added to `problems`.
     """
@@ -62,7 +62,7 @@ def _check_message(message: Any, i: int, row: int, column: str, problems: FilePr
         problems.add(problem, f"use one of {', '.join(ROLES)}", row=row, column=column, value=excerpt(role))
         return None
     if content is None and message.get("tool_calls"):
-        return {key: item for key, item in message.items() if item is not None}
+        return _without_nulls(message)
     if not isinstance(content, str):
         problem = f"{type_name(content)} as content of message {i}, not text"
         problems.add(problem, _SHAPE, row=row, column=column, value=excerpt(content))
@@ -70,12 +70,12 @@ def _check_message(message: Any, i: int, row: int, column: str, problems: FilePr
     if not content.strip() and not message.get("tool_calls"):
         problems.add(f"empty content in message {i}", "remove the message or give it text", row=row, column=column)
         return None
-    return {key: item for key, item in message.items() if item is not None}
+    return _without_nulls(message)
 
 
 def check_tools(value: Any, row: int, column: str, problems: FileProblems) -> list[dict[str, Any]] | None:
-    """Checks one row's function schemas: a list of dicts, JSON text of one, or null. Null keys, which Arrow fills in,
-    are dropped.
+    """Checks one row's function schemas: a list of dicts, JSON text of one, or null. Null keys of a list, which Arrow
+    fills in, are dropped.
 
     Returns the schemas; None for a row without any, or with the reason added to `problems`.
     """
@@ -88,7 +88,7 @@ def check_tools(value: Any, row: int, column: str, problems: FileProblems) -> li
     if not tools:
         return None
     if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
-        return _without_nulls(tools)
+        return tools if isinstance(value, str) else _without_nulls(tools)
     advice = 'write [{"type": "function", "function": {"name": ..., "parameters": ...}}], as a list or as JSON text'
     what = (
         "text that is no JSON list of schemas" if isinstance(value, str) else f"{type_name(value)}, not a list of them"

@@ -76,12 +76,16 @@ class FileProblems:
 def _place(rows: list[int], column: str | None) -> str:
     parts = []
     if rows:
-        shown = ", ".join(str(row) for row in rows[:_MAX_ROWS_SHOWN])
-        more = f" and {len(rows) - _MAX_ROWS_SHOWN} more" if len(rows) > _MAX_ROWS_SHOWN else ""
-        parts.append(f"row{'s' if len(rows) > 1 else ''} {shown}{more}")
+        parts.append(shown_rows(rows))
     if column is not None:
         parts.append(f"column '{column}'")
     return ", ".join(parts) + ": " if parts else ""
+
+
+def shown_rows(rows: Sequence[int]) -> str:
+    """Row numbers for messages; the first ones of many."""
+    more = f" and {len(rows) - _MAX_ROWS_SHOWN} more" if len(rows) > _MAX_ROWS_SHOWN else ""
+    return f"row{'s' if len(rows) > 1 else ''} {', '.join(map(str, rows[:_MAX_ROWS_SHOWN]))}{more}"
 
 
 def type_name(value: Any) -> str:
@@ -94,7 +98,7 @@ def excerpt(value: Any) -> str:
     if value is None:
         return ""
     try:
-        text = json.dumps(value, ensure_ascii=False)
+        text = json.dumps(value, ensure_ascii=False).encode(errors="backslashreplace").decode()
     except (TypeError, ValueError):
         text = repr(value)
     return text if len(text) <= _MAX_VALUE_CHARS else text[: _MAX_VALUE_CHARS - 3] + "..."

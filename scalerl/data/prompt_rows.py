@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from scalerl.data.files import Chunk
 from scalerl.data.messages import check_messages, check_tools
@@ -55,7 +58,8 @@ def check_prompt_rows(chunk: Chunk, columns: PromptColumns, problems: FileProble
         _check_text(values[columns.data_source], row, columns.data_source, problems)
         _check_text(values["ability"], row, "ability", problems, may_be_empty=True)
         _check_reward_model(values["reward_model"], row, problems)
-        _check_extra_info(values["extra_info"], row, problems)
+        if values["extra_info"] is not _ABSENT:
+            check_extra_info(values["extra_info"], row, "extra_info", problems)
         images = values.get(columns.images)
         _check_images(images, row, columns, problems)
         tools = check_tools(values.get(columns.tools), row, columns.tools, problems)
@@ -99,14 +103,36 @@ def _check_reward_model(value: Any, row: int, problems: FileProblems) -> None:
     style = value.get("style", "rule")
     if not isinstance(style, str) or not style:
         problems.add(f"{type_name(style)} as style, not a name", _REWARD_SHAPE, **where, value=excerpt(style))
-    if style == "rule" and "ground_truth" in value and value["ground_truth"] is None:
+    check_ground_truth(value, row, "reward_model", problems)
+
+
+def check_ground_truth(reward: dict[str, Any], row: int, column: str, problems: FileProblems) -> None:
+    """Adds a problem if the ground_truth of a row's reward_model is no answer."""
+    where: dict[str, Any] = {"row": row, "column": column}
+    truth = reward.get("ground_truth")
+    if truth is None and "ground_truth" in reward and reward.get("style", "rule") == "rule":
         problems.add("null as ground_truth", "give the answer that the rule compares with", **where)
+    elif (what := no_answer(truth)) is not None:
+        advice = "give the answer as text or a number, or leave the row out"
+        problems.add(f"{what} in ground_truth", advice, **where, value=excerpt(truth))
 
 
-def _check_extra_info(value: Any, row: int, problems: FileProblems) -> None:
-    if value is not _ABSENT and value is not None and not isinstance(value, dict):
+def no_answer(truth: Any) -> str | None:
+    """What in a ground truth is no answer (a number that is none, bytes), at any depth; None if there is nothing."""
+    if isinstance(truth, dict):
+        return next((what for item in truth.values() if (what := no_answer(item)) is not None), None)
+    if isinstance(truth, list | tuple | np.ndarray):
+        return next((what for item in truth if (what := no_answer(item)) is not None), None)
+    if isinstance(truth, bytes | bytearray):
+        return "bytes"
+    return str(float(truth)) if isinstance(truth, float | np.floating) and not math.isfinite(truth) else None
+
+
+def check_extra_info(value: Any, row: int, column: str, problems: FileProblems) -> None:
+    """Adds a problem if a row's extra_info is neither a dict nor null."""
+    if value is not None and not isinstance(value, dict):
         problem = f"{type_name(value)}, not a dict"
-        problems.add(problem, "write a dict, or null", row=row, column="extra_info", value=excerpt(value))
+        problems.add(problem, "write a dict, or null", row=row, column=column, value=excerpt(value))
 
 
 def _check_images(value: Any, row: int, columns: PromptColumns, problems: FileProblems) -> None:

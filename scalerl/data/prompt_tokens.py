@@ -8,22 +8,32 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from scalerl.data.chat import Conversation, encode, render
 from scalerl.data.problems import DataError
+from scalerl.data.unknown_text import UnknownText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Token ids, int32, or the reason why the chat template refuses the messages.
-Tokens = np.ndarray | str
 T = TypeVar("T")
 
 # Chunks that may wait per process, to be tokenized or to be read; bounds the memory.
 _CHUNKS_PER_WORKER = 2
+
+
+class Tokens(NamedTuple):
+    """A prompt's token ids, int32.
+
+    problem: the reason why the chat template refuses the messages, else "".  unknown: as `UnknownText.find` returns it.
+    """
+
+    input_ids: np.ndarray
+    problem: str = ""
+    unknown: Sequence[str] = ()
 
 
 class PromptTokenizer:
@@ -90,23 +100,27 @@ class PromptTokenizer:
 def tokenize(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Conversation], options: Mapping[str, Any] | None = None
 ) -> list[Tokens]:
-    """The tokens of each prompt with the generation prompt, or the chat template's error as a text.
+    """The tokens of each prompt with the generation prompt, or the chat template's error.
 
     options: data.chat_template_kwargs.
     """
-    results: list[Tokens] = []
+    refused: dict[int, str] = {}
     texts = []
-    for prompt in prompts:
+    for number, prompt in enumerate(prompts):
         try:
             texts.append(
                 render(tokenizer, prompt.messages, add_generation_prompt=True, options=options, tools=prompt.tools)
             )
-            results.append("")
         except Exception as error:  # a chat template is a program of the model's author: it raises anything
-            results.append(f"{type(error).__name__}: {error}")
-    tokens = iter(encode(tokenizer, texts))
+            refused[number] = f"{type(error).__name__}: {error}"
+    unknown = UnknownText(tokenizer)
     # Arrays, because lists of Python integers would take ten times the memory while other rows are read.
-    return [result or np.asarray(next(tokens), np.int32) for result in results]
+    tokens = (
+        Tokens(np.asarray(ids, np.int32), unknown=unknown.find(text, ids))
+        for text, ids in zip(texts, encode(tokenizer, texts), strict=True)
+    )
+    nothing = np.empty(0, np.int32)
+    return [Tokens(nothing, refused[number]) if number in refused else next(tokens) for number in range(len(prompts))]
 
 
 def _done(waiting: deque[tuple[T, Future[list[Tokens]]]]) -> tuple[T, list[Tokens]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scalerl.data.problems import FileProblems, excerpt, type_name
+from scalerl.data.prompt_rows import check_extra_info, check_ground_truth
 from scalerl.data.tables import FileTable
 
 
@@ -62,9 +63,7 @@ def _row_of(
         problems.add(problem, "write its name", row=row, column=columns.data_source, value=excerpt(source))
     _check_reward_model(reward, row, columns.reward_model, problems)
     extra_info = values.get(columns.extra_info)
-    if extra_info is not None and not isinstance(extra_info, dict):
-        problem = f"{type_name(extra_info)}, not a dict"
-        problems.add(problem, "write a dict, or null", row=row, column=columns.extra_info, value=excerpt(extra_info))
+    check_extra_info(extra_info, row, columns.extra_info, problems)
     if problems or responses is None:
         return None
     return ResponseRow(
@@ -98,6 +97,8 @@ def _check_reward_model(value: Any, row: int, column: str, problems: FileProblem
     elif value.get("style") == "model":
         advice = "a reward function scores here, no model: leave such rows out, or give them an answer and style rule"
         problems.add("style 'model'", advice, **where)
+    else:
+        check_ground_truth(value, row, column, problems)
 
 
 def _last_text(prompt: Any) -> str:

@@ -19,6 +19,7 @@ from scalerl.data.prompt_rows import PromptColumns, PromptFields, check_prompt_r
 from scalerl.data.prompt_tokens import PromptTokenizer, Tokens
 from scalerl.data.ragged import PackedObjects, RaggedArray
 from scalerl.data.truncation import truncate
+from scalerl.data.unknown_text import UnknownRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -142,6 +143,7 @@ class RLHFDataset:
         problems = FileProblems(file.name)
         kept: list[_KeptRow] = []
         overlong: dict[int, int] = {}
+        unknown = UnknownRows()
 
         def checked() -> Iterator[tuple[list[tuple[int, PromptFields]], list[Conversation]]]:
             for chunk in read_chunks(file.path, columns.names, problems, optional=[columns.images, columns.tools]):
@@ -154,7 +156,7 @@ class RLHFDataset:
         for rows, token_lists in tokenizer.each(checked()):
             if room == len(kept):
                 continue
-            for row, fields, tokens in _kept_of(rows, token_lists, columns.prompt, problems):
+            for row, fields, (tokens, _, pieces) in _kept_of(rows, token_lists, columns.prompt, problems):
                 if room == len(kept):
                     break
                 num_tokens = len(tokens)
@@ -168,8 +170,10 @@ class RLHFDataset:
                     tokens = np.asarray(
                         truncate(tokens.tolist(), config.max_prompt_length, config.truncation), np.int32
                     )
+                unknown.add(row, num_tokens, pieces)
                 kept.append((tokens, num_tokens, fields))
         _add_overlong(overlong, columns.prompt, config.max_prompt_length, problems)
+        unknown.report(file.name, columns.prompt, problems, allow=config.unknown_tokens == "allow")
         problems.raise_if_any()
         return kept
 
@@ -188,12 +192,12 @@ def _kept_of(
     token_lists: list[Tokens],
     column: str,
     problems: FileProblems,
-) -> Iterator[tuple[int, PromptFields, np.ndarray]]:
+) -> Iterator[tuple[int, PromptFields, Tokens]]:
     for (row, fields), tokens in zip(rows, token_lists, strict=True):
-        if isinstance(tokens, str):
-            problem = f"messages that the chat template refuses ({tokens})"
+        if tokens.problem:
+            problem = f"messages that the chat template refuses ({tokens.problem})"
             problems.add(problem, "correct the messages, or use another template", row=row, column=column)
-        elif len(tokens):
+        elif len(tokens.input_ids):
             yield row, fields, tokens
         else:
             problems.add("messages that the chat template renders to nothing", "correct it", row=row, column=column)

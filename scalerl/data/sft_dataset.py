@@ -17,6 +17,7 @@ from scalerl.data.messages import MessagesDigest, check_messages, check_tools
 from scalerl.data.problems import DataError, FileProblems
 from scalerl.data.ragged import RaggedArray
 from scalerl.data.truncation import truncate
+from scalerl.data.unknown_text import UnknownRows, UnknownText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -94,6 +95,7 @@ def _read_file(
     column = config.messages_key
     rows: list[list[tuple[np.ndarray, np.ndarray]]] = []
     overlong: dict[int, int] = {}
+    unknown, unknown_text = UnknownRows(), UnknownText(tokenizer)
     for chunk in read_chunks(file.path, [column], problems, optional=[config.tools_key]):
         if problems.full:
             break
@@ -104,9 +106,10 @@ def _read_file(
             if messages is None or not _check_turns(messages, row, column, problems):
                 continue
             tools = check_tools(values.get(config.tools_key), row, config.tools_key, problems)
-            samples = _tokenize(Conversation(messages, tools), row, tokenizer, config, problems)
+            samples, pieces = _tokenize(Conversation(messages, tools), row, tokenizer, config, problems, unknown_text)
             if samples is None:
                 continue
+            unknown.add(row, len(samples[-1][0]), pieces)
             longest = max(len(tokens) for tokens, _ in samples)
             if longest > config.max_length and config.truncation == "error":
                 overlong[row] = longest
@@ -126,6 +129,7 @@ def _read_file(
         problem = f"a conversation longer than data.max_length={config.max_length} tokens"
         advice = f"set data.max_length={max(overlong.values())} (the longest), or data.truncation=left|right"
         problems.add(problem, advice, row=row, column=column, value=f"{num_tokens} tokens")
+    unknown.report(file.name, column, problems, allow=config.unknown_tokens == "allow")
     problems.raise_if_any()
     return rows
 
@@ -148,8 +152,10 @@ def _tokenize(
     tokenizer: PreTrainedTokenizerBase,
     config: SFTDataConfig,
     problems: FileProblems,
-) -> list[tuple[list[int], list[int]]] | None:
-    """Tokens and loss mask of the conversations that a row becomes, or None with the reason added to `problems`.
+    unknown: UnknownText,
+) -> tuple[list[tuple[list[int], list[int]]] | None, list[str]]:
+    """Tokens and loss mask of the conversations that a row becomes, or None with the reason added to `problems`; and
+    what of the row's text is unknown (`UnknownText.find`).
 
     It is one, with all turns, if the tokens through each turn are a prefix of the whole's.
     """
@@ -166,7 +172,7 @@ def _tokenize(
     except Exception as error:  # a chat template is a program of the model's author: it raises anything
         problem = f"messages that the chat template refuses ({type(error).__name__}: {error})"
         problems.add(problem, "correct the messages, or use another template", row=row, column=column)
-        return None
+        return None, []
     whole, *prefixes = encode(tokenizer, texts)
     samples = [(whole, [0] * len(whole))]
     # From the last turn to the first: a turn is learned where the most of what follows it is learned too.
@@ -183,10 +189,12 @@ def _tokenize(
                 "answer has no beginning; use another template (data.chat_template_path)"
             )
             problems.add(problem, advice, row=row, column=column)
-            return None
+            return None, []
         end = _end_of_turn(through, start, tokenizer)
         samples[-1][1][start:end] = [1] * (end - start)
-    return [(tokens, mask) for tokens, mask in reversed(samples) if any(mask)]
+    # A turn whose thought the whole lacks has it in the text through it.
+    pieces = max((unknown.find(text, ids) for text, ids in zip(texts, (whole, *prefixes), strict=True)), key=len)
+    return [(tokens, mask) for tokens, mask in reversed(samples) if any(mask)], pieces
 
 
 def _with_thought(message: dict[str, Any], before: str, through: str) -> str:

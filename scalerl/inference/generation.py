@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pyarrow as pa
 
 from scalerl.cluster.pools import ResourcePool, are_here
@@ -21,9 +20,11 @@ from scalerl.controller.sampling.draws import sample_seed
 from scalerl.data.chat import Conversation
 from scalerl.data.messages import check_messages, check_tools
 from scalerl.data.problems import DataError, FileProblems
-from scalerl.data.prompt_tokens import tokenize
+from scalerl.data.prompt_rows import check_extra_info
+from scalerl.data.prompt_tokens import Tokens, tokenize
 from scalerl.data.tables import FileTable
 from scalerl.data.truncation import truncate
+from scalerl.data.unknown_text import UnknownRows
 from scalerl.inference.parts import Parts
 from scalerl.rollout.generation import generate_samples
 from scalerl.rollout.prompt_sampling import override_sampling
@@ -56,7 +57,7 @@ def read_prompts(
     """Reads the prompt of every row.  Raises DataError with the problems of the first file that has any."""
     prompts: list[Prompt] = []
     for file in tables:
-        problems = FileProblems(file.name)
+        problems, unknown = FileProblems(file.name), UnknownRows()
         column, tools_key = cfg.data.prompt_key, cfg.data.tools_key
         for chunk in file.chunks([column], problems, optional=["extra_info", tools_key]):
             checked = [
@@ -66,6 +67,8 @@ def read_prompts(
                 )
                 for row, values in chunk
             ]
+            for row, values in chunk:
+                check_extra_info(values.get("extra_info"), row, "extra_info", problems)
             conversations = [Conversation(messages, tools) for messages, tools in checked if messages is not None]
             if problems:
                 # Once there is a problem, rows are only checked.
@@ -74,36 +77,40 @@ def read_prompts(
                 chunk, tokenize(tokenizer, conversations, cfg.data.chat_template_kwargs), strict=True
             ):
                 input_ids = _input_ids(tokens, row, cfg, problems)
+                unknown.add(row, len(tokens.input_ids), tokens.unknown)
                 sampling = _sampling(values.get("extra_info"), row, cfg, problems)
                 if input_ids is not None and sampling is not None:
                     prompts.append(Prompt(file.first + row, input_ids, sampling))
             if problems.full:
                 break
         problems.raise_if_any()
+        # Nothing is trained on them.
+        unknown.report(file.name, column, problems, allow=True)
     return prompts
 
 
-def _input_ids(tokens: np.ndarray | str, row: int, cfg: GenerationConfig, problems: FileProblems) -> list[int] | None:
+def _input_ids(tokens: Tokens, row: int, cfg: GenerationConfig, problems: FileProblems) -> list[int] | None:
     where = {"row": row, "column": cfg.data.prompt_key}
     limit = cfg.rollout.prompt_length
-    if isinstance(tokens, str):
-        problem = f"messages that the chat template refuses ({tokens})"
+    if tokens.problem:
+        problem = f"messages that the chat template refuses ({tokens.problem})"
         problems.add(problem, "correct the messages, or use another template", **where)
         return None
-    if not len(tokens):
+    input_ids = tokens.input_ids
+    if not len(input_ids):
         problems.add("messages that the chat template renders to nothing", "correct it", **where)
         return None
-    if len(tokens) <= limit:
-        return tokens.tolist()
+    if len(input_ids) <= limit:
+        return input_ids.tolist()
     if cfg.data.truncation == "error":
         problems.add(
             f"a prompt longer than rollout.prompt_length={limit} tokens",
             "raise it, or set data.truncation=left|right|middle",
             **where,
-            value=f"{len(tokens)} tokens",
+            value=f"{len(input_ids)} tokens",
         )
         return None
-    return [int(token) for token in truncate(tokens.tolist(), limit, cfg.data.truncation)]
+    return [int(token) for token in truncate(input_ids.tolist(), limit, cfg.data.truncation)]
 
 
 def _sampling(
@@ -267,7 +274,7 @@ def check_new_columns(tables: Sequence[FileTable], cfg: GenerationConfig) -> Non
         f"{file.name}: has a column '{name}' already, which the output adds; {advice}"
         for file in tables
         for name, advice in new.items()
-        if name in file.table.column_names
+        if name in file.column_names
     ]
     if problems:
         raise DataError(problems)

@@ -92,6 +92,7 @@ def _tables(cfg: EvalConfig, files: list[DataFile], errors: ErrorCollector) -> l
     tables = read_tables(files)
     if cfg.data.output_path is not None:
         errors.violations.extend(output_problems("data.output_path", cfg.data.output_path, files))
+        # Joined before a response is scored: what cannot be written is found here.
         taken = [name for name in SCORE_COLUMNS if name in joined(tables).column_names]
         if taken:
             errors.violations.append(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scalerl.errors import CommandParser, UserError
-from scalerl.init.files import Machine, make_files
+from scalerl.init.files import Machine, make_files, sample_prompts
 
 QUICKSTART_MODEL = Path("outputs/quickstart/sft_model")
 
@@ -24,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"{directory} is a file; give a directory, which is made if it is not there")
     model = _model(arguments.model)
 
+    from scalerl.data import load_tokenizer
+    from scalerl.data.unknown_text import unknown_in_messages
     from scalerl.families import ModelShape
     from scalerl.runtime.device import resolve_device
 
@@ -32,8 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         raise UserError(f"--model {model}: {error}") from None
     machine = Machine.here(resolve_device(arguments.device))
+    unknown = unknown_in_messages(load_tokenizer(model), sample_prompts())
     _write(directory, make_files(directory, model, shape.hidden_size, machine))
     print(_next_steps(directory, machine))
+    if unknown.rows:
+        print(f"but the tokenizer of {model} cannot write their prompts: {unknown}; put prompts of your own there")
     return 0
 
 

@@ -8,13 +8,7 @@ from typing import Any
 
 from scalerl.config.schema import RewardModelConfig
 from scalerl.rewards.calls import Outcome
-from scalerl.rewards.manager import (
-    NaiveRewardManager,
-    ScoreRequest,
-    ScoreResult,
-    copy_of_extra_info,
-    register_reward_manager,
-)
+from scalerl.rewards.manager import NaiveRewardManager, ScoreRequest, ScoreResult, register_reward_manager
 from scalerl.rewards.reward_function import BATCH_ARGUMENTS, RewardFunction
 
 # Largest number of samples in one call.
@@ -73,7 +67,7 @@ class BatchRewardManager(NaiveRewardManager):
             data_sources=[request.data_source for request in requests],
             solution_strs=[request.solution_str for request in requests],
             ground_truths=[request.ground_truth for request in requests],
-            extra_infos=[copy_of_extra_info(request) for request in requests],
+            extra_infos=[request.extra_info for request in requests],
         )
         if outcome.timed_out or outcome.error is not None:
             return [outcome] * len(requests)

@@ -7,7 +7,8 @@ import math
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -77,11 +78,14 @@ class RewardManager(ABC):
         """
 
     async def scored(self, request: ScoreRequest) -> ScoreResult:
-        """Calls `score`, and checks what a manager of the user's does.
+        """Calls `score`, and checks what a manager of the user's does, which gets a copy of the request's values.
 
         Raises RewardError, with sample and line, if it raises or returns anything but a ScoreResult with a finite
         score.
         """
+        if is_users_own(type(self)):
+            extra_info = deepcopy(request.extra_info)
+            request = replace(request, ground_truth=deepcopy(request.ground_truth), extra_info=extra_info)
         try:
             result = await self.score(request)
         except RewardError:
@@ -178,7 +182,7 @@ class NaiveRewardManager(RewardManager):
             data_source=request.data_source,
             solution_str=request.solution_str,
             ground_truth=request.ground_truth,
-            extra_info=copy_of_extra_info(request),
+            extra_info=request.extra_info,
         )
         return self._result(request, outcome)
 
@@ -240,11 +244,6 @@ class NaiveRewardManager(RewardManager):
             f"  response{cut}: {response[:_MAX_RESPONSE_CHARS]!r}\n"
             "  Correct the function, or set reward_model.on_error=zero to take such samples for wrong and count them."
         )
-
-
-def copy_of_extra_info(request: ScoreRequest) -> dict[str, Any] | None:
-    """A copy of the sample's extra_info: samples of a prompt share the dict, and are scored at the same time."""
-    return None if request.extra_info is None else dict(request.extra_info)
 
 
 def parse_result(value: Any) -> ScoreResult:

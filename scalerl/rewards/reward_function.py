@@ -28,6 +28,7 @@ class RewardFunction:
     """A reward function, called with the four arguments of ARGUMENTS by keyword, and reward_kwargs.
 
     It returns a number, or a dict with "score" and other values; an async function returns an awaitable of that.
+    Each call gets copies: the samples of a prompt share its values, and what a function changes is no other sample's.
     path: the file that defines it; None for the rules of scalerl.
     weights: not empty for several functions, whose values it returns by name (`FunctionsAsOne`).
     """
@@ -44,9 +45,9 @@ class RewardFunction:
         return self.fn(
             data_source=data_source,
             solution_str=solution_str,
-            ground_truth=ground_truth,
-            extra_info=extra_info,
-            **self.reward_kwargs,
+            ground_truth=deepcopy(ground_truth),
+            extra_info=deepcopy(extra_info),
+            **deepcopy(dict(self.reward_kwargs)),
         )
 
     def __str__(self) -> str:
@@ -94,9 +95,10 @@ class BatchRewardFunction(RewardFunction):
         return self.fn(
             data_sources=data_sources,
             solution_strs=solution_strs,
-            ground_truths=ground_truths,
-            extra_infos=extra_infos,
-            **self.reward_kwargs,
+            # One by one: in a copy of the list, samples of a prompt would share a value again.
+            ground_truths=[deepcopy(truth) for truth in ground_truths],
+            extra_infos=[deepcopy(extra_info) for extra_info in extra_infos],
+            **deepcopy(dict(self.reward_kwargs)),
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -260,10 +261,11 @@ def load_program(config: ProgramConfig) -> Program:
 
 async def run_program(program: Program, prompt: PromptRow, servers: Servers, tools: Tools) -> Trajectory:
     """Runs a program and returns its trajectory. Raises UserCodeError, with sample and line, for what the user's code
-    raises, or returns in place of a finished trajectory; errors of servers pass through."""
+    raises, or returns in place of a finished trajectory; errors of servers pass through. The user's code gets a copy of
+    the prompt, which the samples of a group share."""
     sample = f"prompt {prompt.uid} sample {servers.sample_index}"
     try:
-        trajectory = await program(prompt, servers, tools)
+        trajectory = await program(deepcopy(prompt) if is_users_own(program) else prompt, servers, tools)
     except (UserError, RunError):
         raise
     except Exception as error:

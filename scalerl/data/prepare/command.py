@@ -9,9 +9,10 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from scalerl.config.schema import DataConfig
-from scalerl.data.files import SUFFIXES, DataFile, read_chunks, resolve_files
+from scalerl.data.files import SUFFIXES, DataFile, lone_surrogate, read_chunks, resolve_files
 from scalerl.data.local_copy import is_remote
 from scalerl.data.prepare import own_rows, reasoning_gym_rows
 from scalerl.data.prepare.hub_sets import HubSet
@@ -19,18 +20,47 @@ from scalerl.data.prepare.own_rows import OwnColumns, as_conversations, read_own
 from scalerl.data.prepare.rows import SOURCES, DataSource
 from scalerl.data.prepare.splits import TRAIN, VAL, Rows, Split, split_of, split_rows
 from scalerl.data.prepare.writing import schema_of, write_all
-from scalerl.data.problems import DataError, FileProblems
+from scalerl.data.problems import DataError, FileProblems, shown_rows
+from scalerl.data.unknown_text import unknown_in_messages
 from scalerl.errors import CommandParser
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command.  Raises DataError for files that cannot be used."""
     arguments = build_parser().parse_args(argv)
+    for option in ("prompt", "answer", "template", "system", "data_source", "instruction"):
+        if (half := lone_surrogate(getattr(arguments, option, None))) is not None:
+            raise DataError([f"--{option.replace('_', '-')}: holds {half}, which is no character; write it as UTF-8"])
     if arguments.name == own_rows.NAME:
         return _own(arguments)
+    tokenizer = _tokenizer(arguments.model)
     split = _generate(arguments) if arguments.name == reasoning_gym_rows.NAME else _convert(arguments)
-    _report(split, write_all({TRAIN: split.train, VAL: split.val}, arguments.out, overwrite=arguments.overwrite))
+    tables = {TRAIN: split.train, VAL: split.val}
+    _report(split, write_all(tables, arguments.out, overwrite=arguments.overwrite))
+    _report_unknown(tables, tokenizer)
     return 0
+
+
+def _tokenizer(model: str | None) -> PreTrainedTokenizerBase | None:
+    if model is None:
+        return None
+    from scalerl.data.chat import load_tokenizer
+    from scalerl.data.model_source import model_directory
+
+    return load_tokenizer(model_directory(model, "--model"))
+
+
+def _report_unknown(tables: dict[str, Rows], tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Prints what of the messages the tokenizer has no token for."""
+    if tokenizer is None:
+        return
+    for name, rows in tables.items():
+        if (unknown := unknown_in_messages(tokenizer, [row.get("messages") or row["prompt"] for row in rows])).rows:
+            command = "sft" if "messages" in rows[0] else "train"
+            print(f"{name}: {shown_rows(unknown.rows)}: {unknown}; scalerl {command} refuses them")
 
 
 def _convert(arguments: argparse.Namespace) -> Split:
@@ -52,6 +82,7 @@ def _own(arguments: argparse.Namespace) -> int:
     columns = OwnColumns(
         arguments.prompt, arguments.answer, arguments.template, arguments.system, arguments.data_source, arguments.sft
     )
+    tokenizer = _tokenizer(arguments.model)
     files = _files(arguments, own_rows.OWN_SUFFIXES)
     read: dict[str, Rows] = {TRAIN: [], VAL: []}
     for file, name in files:
@@ -64,6 +95,7 @@ def _own(arguments: argparse.Namespace) -> int:
         tables = {name: as_conversations(rows) for name, rows in tables.items()}
     paths = write_all(tables, arguments.out, overwrite=arguments.overwrite)
     _report_own(tables, split.dropped, paths)
+    _report_unknown(tables, tokenizer)
     return 0
 
 
@@ -169,6 +201,9 @@ def _add_common(command: argparse.ArgumentParser, instruction: str) -> None:
         help=f"text after each problem (default: {instruction!r})" if instruction else argparse.SUPPRESS,
     )
     command.add_argument("--overwrite", action="store_true", help="replace files that are there")
+    command.add_argument(
+        "--model", metavar="MODEL", help="the model to train (directory or hub name): counts what its tokenizer lacks"
+    )
 
 
 def _files(arguments: argparse.Namespace, suffixes: Sequence[str]) -> list[tuple[DataFile, str]]:

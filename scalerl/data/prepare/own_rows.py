@@ -5,11 +5,13 @@ from __future__ import annotations
 import string
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from scalerl.data.files import SUFFIXES, Chunk, read_chunks
 from scalerl.data.messages import check_messages
+from scalerl.data.prepare.answer_text import check_numbers, number_text
 from scalerl.data.prepare.csv_rows import csv_chunks
 from scalerl.data.problems import DataError, FileProblems, excerpt, type_name
 
@@ -106,23 +108,29 @@ def _text(value: Any, row: int, column: str, problems: FileProblems) -> str | No
     """A text or a number as text; None, with the reason added to `problems`, for anything else."""
     if isinstance(value, str) and value.strip():
         return value
-    if isinstance(value, int | float):
-        return str(value)
     problem = "empty text" if isinstance(value, str) else f"{type_name(value)}, neither text nor a number"
-    problems.add(problem, "fill it in, or remove the row", row=row, column=column, value=excerpt(value))
+    if isinstance(value, int | float | Decimal):
+        try:
+            return number_text(value)
+        except ValueError as error:
+            problem = str(error)
+    problems.add(problem, "write it as text, or remove the row", row=row, column=column, value=excerpt(value))
     return None
 
 
 def read_own(path: str, name: str, columns: OwnColumns) -> list[dict[str, Any]]:
     """Reads every row of a file.  Raises DataError with all problems of the file."""
     problems, rows = FileProblems(name), []
-    needed = columns.needed
+    needed, answers = columns.needed, []
     for chunk in _chunks(path, needed, problems):
         for row, record in chunk:
             if record.keys() >= set(needed) and (converted := columns.row(row, record, problems)) is not None:
                 rows.append(converted)
+                answers.append((row, None if columns.answer is None else record[columns.answer]))
         if problems.full:
             break
+    if columns.answer is not None:
+        check_numbers([(row, text) for row, text in answers if isinstance(text, str)], columns.answer, problems)
     problems.raise_if_any()
     return rows
 

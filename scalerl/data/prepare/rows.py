@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
+from scalerl.data.prepare.answer_text import number_text
 from scalerl.data.problems import FileProblems, excerpt, type_name
 from scalerl.data.prompt_rows import PromptColumns, check_prompt_rows
 
@@ -61,15 +64,34 @@ def _gsm8k(row: int, record: dict[str, Any], instruction: str, problems: FilePro
             "no '#### answer' at the end", "restore the original file", row=row, column="answer", value=excerpt(answer)
         )
         return None
+    if not _is_number(truth):
+        problem = "an answer behind '####' that is no number"
+        problems.add(problem, "write the number, or leave the row out", row=row, column="answer", value=excerpt(truth))
+        return None
     extra_info = {"question": question, "answer": answer}
     return _make_row("openai/gsm8k", "math", question, instruction, truth, extra_info)
+
+
+def _is_number(truth: str) -> bool:
+    """True for an integer, a decimal number or a fraction, with an exponent or without."""
+    try:
+        return Fraction(truth) is not None
+    except (ValueError, ZeroDivisionError):
+        return False
 
 
 def _math(row: int, record: dict[str, Any], instruction: str, problems: FileProblems) -> dict[str, Any] | None:
     question, solution = (_text(record, row, column, problems) for column in ("problem", "solution"))
     if question is None or solution is None:
         return None
-    truth = record.get("answer") or answer_of_solution(solution)
+    truth = record.get("answer")
+    if isinstance(truth, int | float | Decimal):
+        try:
+            truth = number_text(truth)
+        except ValueError as error:
+            problems.add(str(error), "write the answer as text", row=row, column="answer", value=excerpt(truth))
+            return None
+    truth = truth or answer_of_solution(solution)
     if not isinstance(truth, str) or not truth.strip():
         problems.add(
             r"no \boxed{answer}", "restore the original file", row=row, column="solution", value=excerpt(solution)
@@ -111,8 +133,9 @@ def _dapo(row: int, record: dict[str, Any], instruction: str, problems: FileProb
     if not checked:
         return None
     (_, fields), = checked  # fmt: skip
-    if not isinstance(fields.ground_truth, str):
-        problem = f"{type_name(fields.ground_truth)} as ground_truth, not text"
+    if not isinstance(fields.ground_truth, str) or not fields.ground_truth.strip():
+        what = "empty text" if isinstance(fields.ground_truth, str) else type_name(fields.ground_truth)
+        problem = f"{what} as ground_truth, where an answer belongs"
         problems.add(problem, "restore the original file", row=row, column="reward_model")
         return None
     messages = [{"role": message["role"], "content": message["content"]} for message in fields.messages]

@@ -67,6 +67,8 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "DataConfig.train_files": (["", [], ["a", 3], None, {"a": 1}], ["a", ["a", "b"]]),
     "DataConfig.val_files": (["", [], None], ["a", ["a"]]),
     "DataConfig.truncation": (["cut"], ["left", "right", "middle"]),
+    "DataConfig.unknown_tokens": (["drop"], ["allow"]),
+    "SFTDataConfig.unknown_tokens": (["drop"], ["allow"]),
     "SFTDataConfig.train_files": (["", []], ["a", ["a"]]),
     "SFTDataConfig.val_files": ([""], [None, "a"]),
     "SFTTrainerConfig.test_freq": ([-2], [-1, 0]),

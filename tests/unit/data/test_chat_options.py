@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,7 +46,7 @@ def test_prompts_take_template_and_variables_in_every_process(write, make_tokeni
     messages = [{"role": "user", "content": "1 + 1"}]
     prompt_tokens._start_worker(tokenizer)
     (tokens,) = prompt_tokens._tokenize_in_worker([Conversation(messages)], config.chat_template_kwargs)
-    assert tokenizer.decode(tokens) == "add user 1 + 1<|end|>assistant short "
+    assert tokenizer.decode(tokens.input_ids) == "add user 1 + 1<|end|>assistant short "
 
 
 def test_conversations_take_them_and_learn_the_reasoning(write, make_tokenizer, template) -> None:
@@ -86,6 +87,36 @@ def test_thoughts_of_earlier_answers_reach_the_prompts_of_training_and_generatio
         cfg = compose("generation", ["model.path=m", "data.output_path=o.parquet", f"data.path={path}"])
         prompts = read_prompts(read_tables(resolve_files(path, cfg.data.cache_dir)), cfg, tokenizer)
         assert [tokenizer.decode(prompt.input_ids) for prompt in prompts] == shown
+
+
+def test_changed_by_parquet_nulls_of_other_rows_reach_no_template(write, make_tokenizer, make_row) -> None:
+    """Arguments of tool calls that differ from row to row: the text is that of jsonl, in every command."""
+    tokenizer = make_tokenizer(
+        "{% for m in messages %}{{ m.role }} {{ m.content or '' }}"
+        "{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant {% endif %}"
+    )
+
+    def called(name: str, **arguments: Any) -> list[dict[str, Any]]:
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        return [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+    conversations = [called("weather", city="Paris"), called("add", a=1, b=[2, 3]), called("now")]
+    shown: dict[str, list[list[str]]] = {}
+    for suffix in ("jsonl", "parquet"):
+        path = write([make_row() | {"prompt": messages} for messages in conversations], f"train.{suffix}")
+        rows = RLHFDataset(path, tokenizer, DataConfig())
+        cfg = compose("generation", ["model.path=m", "data.output_path=o.parquet", f"data.path={path}"])
+        prompts = read_prompts(read_tables(resolve_files(path, cfg.data.cache_dir)), cfg, tokenizer)
+        sft = SFTDataset(
+            write([{"messages": messages} for messages in conversations], f"sft.{suffix}"),
+            tokenizer,
+            SFTDataConfig(train_files=None),
+        )
+        shown[suffix] = [[tokenizer.decode(row.input_ids) for row in map(of.__getitem__, range(3))] for of in
+                         (rows, prompts, sft)]  # fmt: skip
+    assert shown["parquet"] == shown["jsonl"]
+    assert all('{"city": "Paris"}' in texts[0] and "null" not in "".join(texts) for texts in shown["parquet"])
 
 
 def test_a_row_may_have_tools_of_its_own(write, make_tokenizer, make_row, template, tmp_path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -130,3 +132,62 @@ def test_what_is_wrong_is_named(tmp_path: Path, name: str, text: str, arguments:
         main(["own", "--local", str(file), "--out", str(tmp_path / "out"), *arguments])
     assert all(part in str(error.value) for part in parts), str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(72.0, "72"), (2.5, "2.5"), (1e16, "10000000000000000"), (1.5e-05, "0.000015"), (-0.0, "0"), (2**70, str(2**70)),
+     (np.float32(0.1), "0.1"), (Decimal("12.50"), "12.5")],
+)  # fmt: skip
+def test_no_answer_numbers_are_written_as_a_response_has_them(tmp_path: Path, number, text: str) -> None:
+    if isinstance(number, np.float32 | Decimal):
+        kind = pa.float32() if isinstance(number, np.float32) else pa.decimal128(10, 2)
+        file = tmp_path / "mine.parquet"
+        pq.write_table(pa.table({"q": ["x", "y"], "a": pa.array([number, number], kind)}), file)
+    else:
+        file = jsonl(tmp_path / "mine.jsonl", [{"q": "x", "a": number}, {"q": "y", "a": number}])
+    splits = run(tmp_path / "out", "--local", file, "--prompt", "q", "--answer", "a", "--val-size", 1)
+    assert {row["reward_model"]["ground_truth"] for rows in splits.values() for row in rows} == {text}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+@pytest.mark.parametrize(
+    ("answers", "row", "found"),
+    [
+        (["1", "nan", "2"], 1, "no number, where the other rows have one"),
+        (["1.5", "", "None"], 1, "empty text"),
+        (["1.5", "2", "None"], 2, "no number, where"),
+        (["3", "1.23E+05", "2"], 1, "a number with an exponent"),
+        (["0.1", "0.2", "0.30000000000000004"], 2, "a number that shows its rounding"),
+    ],
+)
+def test_no_answer_texts_among_numbers_are_named(
+    tmp_path: Path, suffix: str, answers: list[str], row: int, found: str
+) -> None:
+    rows = [{"q": f"{i}", "a": answer, "level": ""} for i, answer in enumerate(answers)]
+    file = FORMATS[suffix](tmp_path / f"mine{suffix}", rows)
+    with pytest.raises(DataError) as error:
+        main(["own", "--local", str(file), "--prompt", "q", "--answer", "a", "--out", str(tmp_path / "out")])
+    assert f"mine{suffix}: row {row}, column 'a': found {found}" in str(error.value)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 0.1 + 0.2, 1.2345678901234568e18, True])
+def test_no_answer_numbers_are_named(tmp_path: Path, number) -> None:
+    file = jsonl(tmp_path / "mine.jsonl", [{"q": "x", "a": 1}, {"q": "y", "a": number}])
+    with pytest.raises(DataError, match=r"mine\.jsonl: row 1, column 'a': found .*"):
+        main(["own", "--local", str(file), "--prompt", "q", "--answer", "a", "--out", str(tmp_path / "out")])
+
+
+def test_words_that_look_like_none_are_answers_among_words(tmp_path: Path) -> None:
+    rows = [{"q": f"{i}", "a": answer} for i, answer in enumerate(["None", "yes", "nan", "1e5"])]
+    splits = run(tmp_path / "out", "--local", jsonl(tmp_path / "m.jsonl", rows), "--prompt", "q", "--answer", "a",
+                 "--val-size", 1)  # fmt: skip
+    assert {row["reward_model"]["ground_truth"] for rows in splits.values() for row in rows} == {
+        "None", "yes", "nan", "1e5"
+    }  # fmt: skip
+
+
+def test_cannot_be_written_options_are_named(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "m.jsonl", SUMS)
+    with pytest.raises(DataError, match=r"--system: holds .udcff"):
+        main(["own", "--local", str(file), "--prompt", "q", "--system", "\udcff", "--out", str(tmp_path / "out")])

@@ -341,6 +341,8 @@ def test_missing_column_names_the_near_one_and_does_not_hide_other_problems(writ
         ({"reward_model": {"ground_truth": "4"}}, "reward_model", "no key 'style' (it has: ground_truth)"),
         ({"reward_model": {"style": 1, "ground_truth": "4"}}, "reward_model", "int as style"),
         ({"reward_model": {"style": "rule", "ground_truth": None}}, "reward_model", "null as ground_truth"),
+        ({"reward_model": {"style": "rule", "ground_truth": float("nan")}}, "reward_model", "nan in ground_truth"),
+        ({"reward_model": {"style": "x", "ground_truth": [[1.0, -float("inf")]]}}, "reward_model", "-inf in ground_"),
         ({"extra_info": "train"}, "extra_info", 'str, not a dict ("train")'),
     ],
 )
@@ -478,3 +480,26 @@ def test_data_error_survives_pickle(write, tokenizer, make_row):
         RLHFDataset(write([make_row(prompt=[])], "t.jsonl"), tokenizer, DataConfig())
     copy = pickle.loads(pickle.dumps(caught.value))
     assert str(copy) == str(caught.value) and copy.problems == caught.value.problems
+
+
+def test_no_answer_bytes(write, tokenizer, make_row):
+    message = problems_of(write([make_row(truth=b"4"), make_row(truth=b"5")]), tokenizer)
+    assert "rows 0, 1, column 'reward_model': found bytes in ground_truth" in message
+
+
+@pytest.mark.parametrize("kind", [pa.float32(), pa.float16()])
+def test_changed_by_parquet_numbers_of_few_bits_are_read_as_they_were_written(write, tokenizer, make_row, kind):
+    table = pa.Table.from_pylist([make_row()])
+    reward = pa.array([{"style": "rule", "ground_truth": [0.1, 2.5, None]}] , pa.struct(
+        [("style", pa.string()), ("ground_truth", pa.list_(kind))]
+    ))  # fmt: skip
+    table = table.set_column(table.column_names.index("reward_model"), "reward_model", reward)
+    assert RLHFDataset(write(table), tokenizer, DataConfig())[0].ground_truth == [0.1, 2.5, None]
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.json"])
+def test_changed_by_json_half_a_character_is_named(write, tokenizer, make_row, name):
+    rows = [make_row("\U0001f600"), make_row(extra_info={"note": ["x", {"y": "a\ud83d"}]})]
+    message = problems_of(write(rows, name), tokenizer)
+    assert f"{name}: row 1, column 'extra_info': found half of a surrogate pair" in message and "\\ud83d" in message
+    assert RLHFDataset(write(rows[:1], name), tokenizer, DataConfig())[0].messages[0]["content"] == "\U0001f600"

@@ -11,6 +11,7 @@ from scalerl.data import DataError, SFTDataset
 from scalerl.data.chat import Conversation
 from scalerl.data.problems import FileProblems
 from scalerl.data.sft_dataset import _tokenize
+from scalerl.data.unknown_text import UnknownText
 
 
 def say(role: str, content: str) -> dict[str, str]:
@@ -65,8 +66,9 @@ words = st.text(st.characters(blacklist_categories=("Cs",)), min_size=1, max_siz
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), words), min_size=1, max_size=6))
 def test_learned_text_is_the_assistants_text(tokenizer, turns):
     messages = [say("user", "start"), *(say(role, text) for role, text in turns), say("assistant", "end")]
-    samples = _tokenize(Conversation(messages), 0, tokenizer, SFTDataConfig(), FileProblems("f"))
-    assert samples is not None
+    unknown = UnknownText(tokenizer)
+    samples, pieces = _tokenize(Conversation(messages), 0, tokenizer, SFTDataConfig(), FileProblems("f"), unknown)
+    assert samples is not None and pieces == []
     ((tokens, mask),) = samples
     said = [m["content"] for m in messages if m["role"] == "assistant"]
     picked = [token for token, bit in zip(tokens, mask, strict=True) if bit]

@@ -136,6 +136,7 @@ def test_all_that_is_wrong_with_the_rows_is_told_before_one_is_scored(here):
         row(1, ["1"], source=""),
         row(2, ["1"], reward_model={"style": "model", "ground_truth": "1"}),
         row(3, None),
+        row(4, ["1"], reward_model={"style": "rule", "ground_truth": None}),
     ]
     write([row(9, ["5"]), *bad])
     with pytest.raises(DataError) as caught:
@@ -146,8 +147,38 @@ def test_all_that_is_wrong_with_the_rows_is_told_before_one_is_scored(here):
         "in.parquet: row 2, column 'data_source': found empty text",
         "in.parquet: row 3, column 'reward_model': found style 'model'",
         "in.parquet: row 4, column 'responses': found null that is no list of texts",
+        "in.parquet: row 5, column 'reward_model': found null as ground_truth",
     ):
         assert part in text
+
+
+def test_no_answer_is_named(here):
+    write([row(0, ["1"], reward_model={"style": "rule", "ground_truth": {"value": float("nan")}})])
+    with pytest.raises(DataError, match=r"in\.parquet: row 0, column 'reward_model': found nan in ground_truth"):
+        evaluate()
+
+
+def test_cannot_be_written_is_found_before_a_response_is_scored(here):
+    """A json file is scored as it is; only its table needs a type for each column."""
+    Path("reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(solution_str == str(ground_truth) and list(extra_info) == [solution_str])\n"
+    )
+    truths = [1, 2.5, 2**70]
+    rows = [row(0, [str(truth)], reward_model={"ground_truth": truth}, extra_info={str(truth): 0}) for truth in truths]
+    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert evaluate("data.path=in.jsonl") == 0
+    with pytest.raises(ConfigError, match=r"in\.jsonl: row 2, column 'reward_model': found"):
+        evaluate("data.path=in.jsonl", "data.output_path=scores.parquet", "--dry-run")
+    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:1]))
+    assert evaluate("data.path=in.jsonl", "data.output_path=scores.parquet") == 0
+    assert pq.read_table("scores.parquet")["scores"].to_pylist() == [[1.0]]
+
+
+def test_cannot_be_written_dicts_without_keys_become_null(here):
+    Path("in.jsonl").write_text(json.dumps(row(0, ["1"], extra_info={})) + "\n")
+    assert evaluate("data.path=in.jsonl", "data.output_path=scores.parquet") == 0
+    assert pq.read_table("scores.parquet")["extra_info"].to_pylist() == [None]
 
 
 def test_a_column_that_is_not_there(here):
@@ -170,6 +201,20 @@ def test_dry_run_scores_nothing(here, capsys):
     write([row(0, ["5"])])
     assert evaluate("+custom_reward_function.reward_kwargs.fail='5'", "--dry-run") == 0
     assert "Everything checked: 1 responses" in capsys.readouterr().out
+
+
+def test_shared_values_of_a_row_are_no_response_s_to_change(here, capsys):
+    Path("reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return len(ground_truth) and len(extra_info['answers']) and float(\n"
+        "        ground_truth.pop() == extra_info['answers'].pop()['is']\n"
+        "    )\n"
+    )
+    shared = {"reward_model": {"style": "rule", "ground_truth": ["4"]}, "extra_info": {"answers": [{"is": "4"}]}}
+    write([row(0, ["4"] * 4, **shared)])
+    assert evaluate("data.output_path=scores.parquet") == 0
+    (scored,) = pq.read_table("scores.parquet").to_pylist()
+    assert scored["scores"] == [1.0] * 4 and scored["reward_model"] == shared["reward_model"]
 
 
 def test_a_manager_of_ones_own_file(here, capsys):

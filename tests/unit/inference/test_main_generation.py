@@ -126,6 +126,46 @@ def test_all_that_is_wrong_comes_together(here):
     assert "row 1, column 'prompt': found an empty list" in prompt
 
 
+def jsonl(rows: list[dict[str, Any]]) -> None:
+    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize(
+    ("values", "row"),
+    [
+        ([{}, 2**64, 1], 1),
+        ([1, 2, {"a": 2**70}], 2),
+        ([1, "x", 3], 1),
+        ([[1], [2], ["x"]], 2),
+        (["a", "\ud800", "b"], 1),
+    ],
+)
+def test_cannot_be_written_is_found_before_the_servers_start(here, values, row):
+    jsonl([prompt | {"more": value} for prompt, value in zip(ROWS, values, strict=True)])
+    with pytest.raises(ConfigError, match=rf"in\.jsonl: row {row}, column 'more': found "):
+        check_generation(config("data.path=in.jsonl"))
+
+
+@pytest.mark.parametrize("value", [{}, {"a": [{}, None]}, {"a": {}, "b": 1}])
+def test_cannot_be_written_dicts_without_keys_become_null(here, value):
+    jsonl([row | {"extra_info": value} for row in ROWS])
+    cfg = config("data.path=in.jsonl")
+    inputs = check_generation(cfg)
+    with parts_of(cfg) as parts:
+        for batch in parts.missing():
+            parts.write(batch, responses(*"x" * len(parts.rows(batch))))
+        parts.finish(inputs.table)
+    written = pq.read_table("out.parquet").to_pylist()
+    assert [row["responses"] for row in written] == [["x"]] * 3
+    assert json.dumps(written[0]["extra_info"]) == json.dumps(value).replace("{}", "null")
+
+
+def test_an_extra_info_that_is_no_dict_is_named(here):
+    jsonl([ROWS[0], ROWS[1] | {"extra_info": [1]}])
+    with pytest.raises(ConfigError, match=r"in\.jsonl: row 1, column 'extra_info': found list, not a dict"):
+        check_generation(config("data.path=in.jsonl"))
+
+
 def test_a_sampling_that_a_row_cannot_have_names_the_keys_of_this_program(here):
     write([ROWS[0] | {"extra_info": {"sampling": {"max_new_tokens": 9}}}])
     with pytest.raises(ConfigError, match=r"more than rollout\.response_length=8; lower it"):

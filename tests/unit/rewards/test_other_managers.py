@@ -14,6 +14,7 @@ import pytest
 from scalerl.config.schema import CustomRewardFunctionConfig, OverlongBufferConfig, RewardModelConfig
 from scalerl.rewards import RewardError, ScoreRequest, ScoreResult, build_reward_manager
 from scalerl.rewards.overlong import overlong_penalty
+from scalerl.user_code import import_file
 
 GSM8K = ScoreRequest("prompt 1 sample 0", "openai/gsm8k", "2 + 2 =", "#### 4", "4", {"index": 1})
 
@@ -231,3 +232,55 @@ def test_a_worker_ends_itself_when_nobody_is_left_to_end_it(tmp_path):
     while stat.exists() and " Z " not in stat.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+# --- samples of a prompt share their values
+
+TAKES_WHAT_IT_MATCHED = """
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None, left=()):
+        if "4" not in ground_truth or "4" not in extra_info["answers"] or "4" not in left:
+            return 0.0
+        for values in (ground_truth, extra_info["answers"], left):
+            values.remove("4")
+        return 1.0
+
+    def of_lists(data_sources, solution_strs, ground_truths, extra_infos, left=()):
+        samples = zip(data_sources, solution_strs, ground_truths, extra_infos)
+        return [compute_score(*sample, left=["4"]) for sample in samples]
+"""
+OWN_MANAGER = """
+    from scalerl.rewards import RewardManager, ScoreResult, register_reward_manager
+
+    @register_reward_manager("test_takes_what_it_matched")
+    class Takes(RewardManager):
+        def __init__(self, function, config):
+            self.function = function.fn
+
+        async def score(self, request):
+            return ScoreResult(self.function("", "", request.ground_truth, request.extra_info, left=["4"]))
+"""
+
+
+@pytest.mark.parametrize("manager", ["naive", "batch", "dapo", "prime", "test_takes_what_it_matched"])
+def test_shared_values_of_a_prompt_are_no_function_s_to_change(manager, tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text(textwrap.dedent(TAKES_WHAT_IT_MATCHED))
+    if manager == "test_takes_what_it_matched":
+        own = tmp_path / "manager.py"
+        own.write_text(textwrap.dedent(OWN_MANAGER))
+        import_file(own, "trainer.import_files")
+    truth, extra = ["4", "5"], {"answers": ["4", "5"]}
+    custom = CustomRewardFunctionConfig(
+        path=str(path), name="of_lists" if manager == "batch" else "compute_score", reward_kwargs={"left": ["4"]}
+    )
+    rewards = build_reward_manager(RewardModelConfig(reward_manager=manager), custom)
+    requests = [dataclasses.replace(GSM8K, sample_name=str(i), ground_truth=truth, extra_info=extra) for i in range(4)]
+
+    async def run():
+        return [result.score for result in await asyncio.gather(*map(rewards.scored, requests))]
+
+    try:
+        assert asyncio.run(run()) == [1.0] * 4
+    finally:
+        rewards.close()
+    assert (truth, extra) == (["4", "5"], {"answers": ["4", "5"]})

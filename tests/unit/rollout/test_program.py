@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -224,3 +224,19 @@ def test_what_a_program_does_wrong_is_said_with_its_line(file: str, name: str, m
     program = load_program(ProgramConfig(file, name))
     with pytest.raises(UserCodeError, match=f"^actor_rollout_ref.rollout.program: .*{message}"):
         asyncio.run(run_program(program, PROMPT, servers(Policy()), TOOLS))
+
+
+def test_shared_values_of_a_prompt_are_no_program_s_to_change(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(
+        "async def program(prompt, servers, tools):\n"
+        "    prompt.extra_info['turns'].pop()\n"
+        "    trajectory = servers.begin()\n"
+        "    await servers.generate(trajectory)\n"
+        "    return trajectory\n"
+    )
+    program = load_program(ProgramConfig(path=str(path), name="program"))
+    prompt = replace(PROMPT, extra_info={"turns": [1]})
+    for _ in range(2):
+        asyncio.run(run_program(program, prompt, servers(Policy()), TOOLS))
+    assert prompt.extra_info == {"turns": [1]}
