@@ -54,6 +54,39 @@ def test_the_command_composes_to_what_the_script_asked_for():
     assert cfg.trainer.default_local_dir == "out/run"
 
 
+@pytest.mark.parametrize(
+    ("script", "key", "value"),
+    [
+        ('EXP="grpo-$(printf "%s" 20240101)"', 'trainer.experiment_name="$EXP"', "grpo-20240101"),
+        ("", 'trainer.project_name="$(basename "$PWD")"', "a b"),
+        ("", "actor_rollout_ref.actor.optim.lr=$(printf '%s' \"2e-06\")", "2e-06"),
+        ("", 'data.prompt_key=`printf "%s" "a b"`', "a b"),
+        ("", 'data.prompt_key="`basename "$PWD"`"', "a b"),
+        ("", "data.prompt_key=$(printf '%s' \")\" '(' \\()", ")(("),
+        # The shell of the translated command has no variables of the script.
+        ("N=3\nD=/x/y", 'data.prompt_key="$N-$(basename "$D")-${N}"', "3-y-3"),
+        ("", 'trainer.default_local_dir="a\\"b$(echo 1)"', 'a"b1'),
+        ("", "trainer.default_local_dir='${trainer.project_name}'/$(echo 1)", "${trainer.project_name}/1"),
+        # Of verl: translated, with the command still in its value.
+        ("", "actor_rollout_ref.actor.grad_clip=$(printf '%s' \"0.5\")", "0.5"),
+    ],
+)
+def test_translate_quotes_inside_a_command_substitution_belong_to_its_command(
+    tmp_path: Path, script: str, key: str, value: str
+):
+    command = translated(f"{script}\npython3 -m verl.trainer.main_ppo {key} data.val_files=b").partition("\n\n")[0]
+    run = ["bash", "-ec", command.replace("scalerl train", "printf '%s\\n'", 1)]
+    (tmp_path / "a b").mkdir()
+    printed = subprocess.run(run, check=True, capture_output=True, text=True, cwd=tmp_path / "a b").stdout.splitlines()
+    name = key.partition("=")[0].replace("actor.grad_clip", "actor.optim.clip_grad")
+    assert f"{name}={value}" in printed
+
+
+def test_a_variable_that_a_command_substitution_needs_of_the_script_is_named():
+    text = translated('V="a b"\npython3 -m verl.trainer.main_ppo data.prompt_key="$(echo "$V")"')
+    assert 'line 2: `$V` in `$(echo "$V")` is set by the script; set it in your shell, too' in text
+
+
 def test_every_argument_has_one_row():
     rows = {row.written.partition("=")[0]: row.fate for row in report().rows}
     assert rows["data.train_batch_size"] == rows["trainer.default_local_dir"] == "taken over"
