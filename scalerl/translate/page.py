@@ -47,6 +47,8 @@ of verl that decide what is trained, and are others here, are written out where 
 - `algorithm.rollout_correction.*`: bounds of `*_k1` are of the ratio, not of its inverse
 ([configuration](configuration.md)).
 - `actor.clip_ratio` has an effect by itself.
+- Turns and tools (`multi_turn`, `agent`, `data.tool_config_path`) are a program's ([extending](extending.md)): without
+`actor_rollout_ref.rollout.program.path` they are refused, and a translated command has a place to write it.
 - FSDP's keys are understood, but Megatron trains: a model that does not fit one device wants sizes in
 `actor.megatron`.
 

@@ -128,7 +128,7 @@ def report_on(command: str, kind: str, arguments: list[str], launched: Mapping[s
     rows += [Row(text, "taken over", (text.lstrip("+"),)) for text in open_arguments]
     for translation in result.translations:
         if translation.verdict == "refused":
-            rows.append(Row(translation.written, "dropped", why=translation.why))
+            rows.append(Row(translation.written, "dropped", translation.becomes, translation.why))
         else:
             rows.append(Row(translation.written, translation.verdict, translation.becomes, translation.why))
     for violation in result.violations:

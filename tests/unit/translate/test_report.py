@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from scalerl.cli import main
-from scalerl.config import compose
+from scalerl.config import ConfigError, compose
 from scalerl.errors import UserError
 from scalerl.translate.command import translated
 from scalerl.translate.report import Report, report_on
@@ -137,6 +138,28 @@ def test_what_a_run_would_refuse_of_the_command_is_said():
     # What the shell decides is not judged, nor by what.
     assert "will refuse" not in translated(f"{main}{sizes}".replace("size=3", "size=$TP"))
     assert "a run will refuse:\n  data.train_files: missing" in translated("python3 -m verl.trainer.main_ppo")
+
+
+def test_an_agent_script_does_not_become_a_run_of_single_answers():
+    given = [*REQUIRED, "algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=1", "trainer.total_epochs=1"]
+    asked = [
+        "actor_rollout_ref.rollout.multi_turn.enable=True",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
+        "data.tool_config_path=tools.yaml",
+    ]
+    program = "actor_rollout_ref.rollout.program.path"
+    for argument in asked:
+        report = report_on("train", "ppo", [*given, argument])
+        (row,) = (row for row in report.rows if row.fate == "dropped")
+        assert program in row.why and "docs/extending.md" in row.why
+        # The command is refused until the user has written the program.
+        with pytest.raises(ConfigError, match=re.escape(program)):
+            compose("ppo", shlex.split(report.shell().replace("\\\n", " "))[2:])
+        with pytest.raises(ConfigError, match=re.escape(program)):
+            compose("ppo", [*given, argument])
+    with_program = [*given, *asked, f"{program}=p.py"]
+    assert not [row for row in report_on("train", "ppo", with_program).rows if row.fate == "dropped"]
+    assert compose("ppo", with_program).actor_rollout_ref.rollout.program.path == "p.py"
 
 
 def test_fields_of_megatron_are_checked_by_name_and_type():
