@@ -27,7 +27,8 @@ lists, all but the first:
 All that is refused comes in one message, before a device is held. A key that neither scalerl nor verl has gets a
 guess only where a key of the same section has nearly its name. Two keys that say the same differently are refused
 too. YAML files (`--config-path DIR --config-name NAME`, as `--config-dir`) are read in the same way; the names of
-verl's own files (`ppo_megatron_trainer`, ...) stand for its defaults, and are left out.
+verl's own files (`ppo_megatron_trainer`, ...) stand for its defaults, and are left out, on the command line and in
+the `defaults` list of a file of yours.
 
 ## A script
 ```
