@@ -8,9 +8,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from scalerl.errors import EXIT_FAILED, EXIT_USER_ERROR
@@ -19,6 +22,7 @@ from tests.slow_agents import make_agents_slow, number_of_slow_agents
 START = """
 import os
 import sys
+import time
 from pathlib import Path
 import ray
 from ray._private import services
@@ -29,13 +33,16 @@ from scalerl.errors import run_main
 def start():
     with ray_cluster(num_workers=1, device="cpu", log_dir=Path(sys.argv[1])):
         print("started")
-        print(ray.get(ray.remote(lambda: "worked").remote()))
+        print(ray.get(ray.remote(lambda: "worked").remote()), flush=True)
+        time.sleep(float(os.environ.get("HOLD_S", 0)))
 
 ray_start.REACH_S = float(os.environ.get("REACH_S", ray_start.REACH_S))
 services.RAYLET_EXECUTABLE = sys.argv[2] or services.RAYLET_EXECUTABLE
 sys.exit(run_main(start))
 """
 TIMEOUT_S = 300.0
+# What is stopped never ends by itself.
+LEFT_S = 60.0
 
 
 @pytest.fixture
@@ -90,6 +97,40 @@ def test_agents_that_start_slowly(ray_files: Path, tmp_path: Path) -> None:
     assert (process.returncode, out) == (0, "started\nworked\n"), err
     assert number_of_slow_agents(tmp_path / "slow") == 2
     assert list(ray_files.iterdir()) == []
+
+
+def is_there(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def test_what_a_raylet_started_ends_with_it_whatever_it_does(ray_files: Path, tmp_path: Path) -> None:
+    """A worker that still imports, and an agent that tries to reach the head, are as deaf as a stopped process."""
+    driver = start(ray_files, tmp_path, HOLD_S="600")
+    assert driver.stdout is not None
+    assert [driver.stdout.readline() for _ in range(2)] == ["started\n", "worked\n"]
+    below = psutil.Process(driver.pid).children(recursive=True)
+    (raylet,) = (process for process in below if process.name() == "raylet")
+    started = raylet.children()
+    try:
+        # Two agents and a worker; their titles are Ray's.
+        assert {" ".join(process.cmdline()).split()[0] for process in started} >= {
+            "ray::DashboardAgent",
+            "ray::RuntimeEnvAgent",
+            "ray::IDLE",
+        }
+        for process in started:
+            process.suspend()
+        driver.kill()
+        driver.communicate(timeout=TIMEOUT_S)
+        deadline = time.monotonic() + LEFT_S
+        while left := list(filter(is_there, below)):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+    finally:
+        for process in filter(is_there, below):
+            process.kill()
 
 
 def assert_not_joined(process: subprocess.Popen[str], address: str, reason: str) -> None:
