@@ -25,6 +25,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from scalerl.config.companions import without_effect
 from scalerl.config.errors import ConfigError
 from scalerl.config.partial_config import PartialConfig
 from scalerl.config.schema import (
@@ -105,13 +106,13 @@ class Composed:
     """A configuration, and what became of the keys of verl among the overrides.
 
     set_keys: keys that the overrides, groups or files give a value; the others have their default.
-    followed: a line for each default that follows from other keys (`config.companions`).
+    lines: a line for each default that follows from other keys, and for values without effect (`config.companions`).
     """
 
     config: Any
     translations: list[Translation]
     set_keys: frozenset[str]
-    followed: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
 
 
 def composed(kind: str, overrides: Sequence[str], *, rules: bool = True) -> Composed:
@@ -193,7 +194,8 @@ def _checked(request: _Request, groups: list[str], with_rules: bool) -> Composed
             error = ConfigError(violations)
             error.config = config
             raise error
-    return Composed(config, [*request.translations, *partial.translations], partial.set_keys, tuple(partial.followed))
+    lines = (*partial.followed, *without_effect(config, partial.set_keys))
+    return Composed(config, [*request.translations, *partial.translations], partial.set_keys, lines)
 
 
 @dataclass

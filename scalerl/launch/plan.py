@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from scalerl.cache_directory import CACHE_DIR_ENV
-from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose, composed, model_roles
+from scalerl.config import ConfigError, Pool, PPOConfig, SFTConfig, compose, composed, model_roles, pools_of
 from scalerl.config.schema import SlurmConfig
 from scalerl.config.value_checks import show
 from scalerl.errors import UserError
@@ -38,15 +38,6 @@ ALWAYS_EXPORTED = ("PATH", "HOME", "USER", "SCALERL_*")
 SECRET_NAME = re.compile(
     r"TOKEN(?!IZER)|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|APIKEY|(API|ACCESS|PRIVATE|SSH)_?KEY|_KEY$", re.IGNORECASE
 )
-
-
-@dataclass(frozen=True)
-class Pool:
-    """Nodes that belong together in a run.  section: the section whose keys size the pool."""
-
-    section: str
-    nnodes: int
-    n_gpus_per_node: int
 
 
 @dataclass(frozen=True)
@@ -264,22 +255,6 @@ def _check_run(errors: ErrorCollector, cfg: PPOConfig | SFTConfig, device: str) 
             check_ppo(cfg, device, digests=False)
     except ConfigError as error:
         errors.violations.extend(error.violations)
-
-
-def pools_of(cfg: PPOConfig | SFTConfig) -> Iterator[Pool]:
-    """Yields the pools of a run, the trainer's first."""
-    yield Pool("trainer", cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node)
-    if isinstance(cfg, SFTConfig):
-        return
-    rollout = cfg.actor_rollout_ref.rollout.resource_pool
-    if not cfg.actor_rollout_ref.hybrid_engine:
-        yield Pool("actor_rollout_ref.rollout.resource_pool", rollout.nnodes, rollout.n_gpus_per_node)
-    judge = cfg.reward_model.judge
-    if judge.enable and judge.resource_pool.nnodes:
-        yield Pool("reward_model.judge.resource_pool", judge.resource_pool.nnodes, judge.resource_pool.n_gpus_per_node)
-    for role in model_roles(cfg):
-        if role.has_own_pool:
-            yield Pool(f"{role.section}.resource_pool", role.pool.nnodes, role.pool.n_gpus_per_node)
 
 
 def nodes_to_ask_for(slurm: SlurmConfig, cfg: PPOConfig | SFTConfig) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -27,7 +28,8 @@ from pathlib import Path
 import ray
 from ray._private import services
 from scalerl.cluster import ray_start
-from scalerl.cluster.pools import ray_cluster
+from scalerl.cluster import pools
+from scalerl.cluster.pools import ResourcePool, ray_cluster
 from scalerl.errors import run_main
 
 def start():
@@ -35,7 +37,12 @@ def start():
         print("started")
         print(ray.get(ray.remote(lambda: "worked").remote()), flush=True)
         time.sleep(float(os.environ.get("HOLD_S", 0)))
+        if "POOL_TIMEOUT_S" in os.environ:
+            wanted = {"nnodes": 2, "devices_per_node": 1, "device": "cpu"}
+            pool = ResourcePool.create(**wanted, timeout_s=float(os.environ["POOL_TIMEOUT_S"]))
+            print(len(pool.node_ids()), flush=True)
 
+pools.SILENT_S = 0.5
 ray_start.REACH_S = float(os.environ.get("REACH_S", ray_start.REACH_S))
 services.RAYLET_EXECUTABLE = sys.argv[2] or services.RAYLET_EXECUTABLE
 sys.exit(run_main(start))
@@ -131,6 +138,33 @@ def test_what_a_raylet_started_ends_with_it_whatever_it_does(ray_files: Path, tm
     finally:
         for process in filter(is_there, below):
             process.kill()
+
+
+def test_a_run_says_what_it_waits_for_and_goes_on_when_a_machine_joins(ray_files: Path, tmp_path: Path) -> None:
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "1" * 64}
+    driver = start(ray_files, tmp_path, POOL_TIMEOUT_S="300", **token)
+    assert driver.stderr is not None
+    said = driver.stderr.readline()
+    assert "waiting for 2 nodes with 1 CPU free each (trainer.nnodes and trainer.n_gpus_per_node)" in said
+    joins = re.search(r"the cluster has 1: \S+ \(\d+ CPU\)\. A machine joins it with: (ray start --address=\S+)", said)
+    assert joins, said
+    command = [str(Path(sys.executable).with_name("ray")), *joins[1].split()[1:], "--num-cpus=1", "--block"]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    machine = subprocess.Popen(command, env=kept | token, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        out, err = driver.communicate(timeout=TIMEOUT_S)
+        assert (driver.returncode, out) == (0, "started\nworked\n2\n"), err
+    finally:
+        for process in [*psutil.Process(machine.pid).children(recursive=True), machine]:
+            process.kill()
+        machine.wait()
+
+
+@pytest.mark.full
+def test_a_machine_that_does_not_come(ray_files: Path, tmp_path: Path) -> None:
+    _, err = start(ray_files, tmp_path, POOL_TIMEOUT_S="2").communicate(timeout=TIMEOUT_S)
+    assert "error: no 2 nodes with 1 CPU free each within 2 s; the cluster has 1: " in err
+    assert "Set trainer.nnodes and trainer.n_gpus_per_node to what is there" in err
 
 
 def assert_not_joined(process: subprocess.Popen[str], address: str, reason: str) -> None:
