@@ -20,7 +20,15 @@ from scalerl.config.schema import SlurmConfig
 from scalerl.config.value_checks import show
 from scalerl.errors import UserError
 from scalerl.launch.script import SCRIPTS, SEED, SbatchFile
-from scalerl.launch.slurm import Partition, has_pyxis, kill_wait_s, missing_commands, partitions, seconds_of
+from scalerl.launch.slurm import (
+    Partition,
+    SlurmError,
+    has_pyxis,
+    kill_wait_s,
+    missing_commands,
+    partitions,
+    seconds_of,
+)
 from scalerl.runtime.checks import ErrorCollector
 
 PREFIX = "slurm."
@@ -108,11 +116,17 @@ def make_plan(arguments: Sequence[str]) -> Plan:
     if missing := missing_commands():
         errors.violations.append(f"{', '.join(missing)}: not on PATH; launch from a login node of the Slurm cluster")
     else:
-        known = errors.attempt(partitions)
-        errors.violations.extend(partition_violations(slurm, num_nodes + slurm.spare_nodes, known or []))
-        errors.violations.extend(container_violations(slurm, slurm.container == "pyxis" and has_pyxis()))
+        try:
+            known = partitions()
+            errors.violations.extend(partition_violations(slurm, num_nodes + slurm.spare_nodes, known))
+            errors.violations.extend(container_violations(slurm, slurm.container == "pyxis" and has_pyxis()))
+        except SlurmError as error:
+            # A controller that is away is no mistake of the user's, and hides none.
+            if not errors.violations:
+                raise
+            errors.violations.append(f"{error}; the partition was not checked")
     errors.raise_if_any()
-    limit_s = seconds_to_end(chosen_partition(slurm, known or []), kill_wait_s())
+    limit_s = seconds_to_end(chosen_partition(slurm, known), kill_wait_s())
     return plan_of(slurm, cfg, ["scalerl", command, *overrides], limit_s, is_deadline_set=SAVE_DEADLINE in set_keys)
 
 
