@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from scalerl.algorithms import AdvantageEstimator, get_adv_estimator, rewards_at_last_token
+from scalerl.algorithms import AdvantageEstimator, rewards_at_last_token
 from scalerl.config import PPOConfig, model_roles
 from scalerl.config.correction import corrects
 from scalerl.controller.sampling.sample_columns import to_batch
@@ -36,10 +36,13 @@ NUM_GROUPS, MOST_SAMPLES = 2, 4
 
 
 def own_code_violations(
-    cfg: PPOConfig, program: Program, dataset: RLHFDataset | PromptTable, tokenizer: PreTrainedTokenizerBase
+    cfg: PPOConfig,
+    program: Program,
+    estimator: AdvantageEstimator,
+    dataset: RLHFDataset | PromptTable,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[str]:
     """Yields what the user's own program or estimator does wrong with made-up answers to, and scores of, real rows."""
-    estimator = get_adv_estimator(cfg.algorithm.adv_estimator)
     if not len(dataset) or not (is_users_own(program) or is_users_own(estimator.function)):
         return
     prompts = [dataset[uid % len(dataset)] for uid in range(NUM_GROUPS)]

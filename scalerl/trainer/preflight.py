@@ -125,10 +125,10 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
     imported = _import_own(errors, cfg.trainer)
     fit = errors.attempt(lambda: load_fit(cfg.trainer.custom_fit))
     program = errors.attempt(lambda: load_program(cfg.actor_rollout_ref.rollout.program))
-    rewards = None
+    rewards = estimator = None
     # Without these files, registered names would be reported as unknown.
     if imported:
-        errors.attempt(lambda: get_adv_estimator(cfg.algorithm.adv_estimator))
+        estimator = errors.attempt(lambda: get_adv_estimator(cfg.algorithm.adv_estimator))
         errors.attempt(lambda: get_policy_loss(cfg.actor_rollout_ref.actor.policy_loss.loss_mode))
         rewards = errors.attempt(lambda: build_reward_manager(cfg.reward_model, cfg.custom_reward_function))
     broken = validate_ppo(cfg, device=device)
@@ -156,8 +156,8 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
     if train is not None and not broken and not cfg.trainer.val_only:
         errors.violations.extend(too_few_prompts(cfg, len(train)))
         errors.violations.extend(decay_to_the_end(cfg, len(train)))
-    if tokenizer is not None and train is not None and program is not None and imported and not broken:
-        errors.violations.extend(own_code_violations(cfg, program, train, tokenizer))
+    if not (tokenizer is None or train is None or program is None or estimator is None or broken):
+        errors.violations.extend(own_code_violations(cfg, program, estimator, train, tokenizer))
     if rewards is not None:
         datasets = {name: dataset for name, dataset in (("train", train), ("val", val)) if dataset is not None}
         _try_rewards(errors, rewards, cfg, datasets, tokenizer)
