@@ -218,8 +218,9 @@ def _run(argv: list[str]) -> int | None:
         import difflib
 
         nearest = difflib.get_close_matches(command, COMMANDS, n=1)
-        guess = f"; did you mean scalerl {nearest[0]}?" if nearest else ""
-        print(f"error: there is no command {command}{guess}\n\n{USAGE}", file=sys.stderr)
+        # The message is what a terminal shows last.
+        guess = f"did you mean scalerl {nearest[0]}?" if nearest else f"the commands are {', '.join(COMMANDS)}"
+        print(f"error: there is no command {command}; {guess}", file=sys.stderr)
         return EXIT_USER_ERROR
     if command in SCHEMA_OF and not {"-h", "--help"}.isdisjoint(rest):
         from scalerl.config import help_text

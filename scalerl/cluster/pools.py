@@ -31,6 +31,8 @@ from scalerl.cluster.worker_logs import logs_are_kept_in
 from scalerl.errors import RunError
 from scalerl.runtime.process_environment import worker_environment
 
+logger = logging.getLogger(__name__)
+
 
 class ResourceError(RunError):
     """The cluster does not have what the configuration asks for."""
@@ -137,6 +139,20 @@ class PooledActor:
 MAX_IDLE = 4
 ANSWER_TIMEOUT_S = 10.0
 POLL_S = 0.2
+# Seconds in which devices are there if nobody has to make room, or join, for them; from then on it is said what is
+# waited for.
+SILENT_S, TOLD_EVERY_S = 10.0, 60.0
+
+
+def _shown(resources: Mapping[str, float]) -> str:
+    """CPUs and GPUs as text."""
+    return " and ".join(f"{resources[name]:g} {name}" for name in ("GPU", "CPU") if name in resources) or "nothing"
+
+
+def _nodes_now() -> str:
+    """The nodes of the cluster, with all that each has."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    return f"{len(nodes)}: " + ", ".join(f"{node['NodeName']} ({_shown(node['Resources'])})" for node in nodes)
 
 
 # A label of Ray's nodes: where a node is in the network, from the outermost switch inwards. The launcher sets it.
@@ -184,13 +200,21 @@ class ResourcePool:
         if device == "cuda":
             bundle["GPU"] = float(devices_per_node)
         group = placement_group([bundle] * nnodes, strategy="STRICT_SPREAD" if nnodes > 1 else "PACK")
-        ready, _ = ray.wait([group.ready()], timeout=timeout_s)
-        if not ready:
-            remove_placement_group(group)
-            raise ResourceError(
-                f"no {nnodes} nodes with {bundle} each within {timeout_s:.0f} s; the cluster has "
-                f"{ray.cluster_resources()}. Set {section}.nnodes and {section}.n_gpus_per_node to what is there"
+        keys = f"{section}.nnodes and {section}.n_gpus_per_node"
+        wanted = f"{nnodes} {'node' if nnodes == 1 else 'nodes'} with {_shown(bundle)} free each"
+        deadline, told_after_s = time.monotonic() + timeout_s, SILENT_S
+        while not ray.wait([group.ready()], timeout=max(0.0, min(told_after_s, deadline - time.monotonic())))[0]:
+            if time.monotonic() >= deadline:
+                remove_placement_group(group)
+                raise ResourceError(
+                    f"no {wanted} within {timeout_s:.0f} s; the cluster has {_nodes_now()}. Set {keys} to what is there"
+                )
+            logger.warning(
+                "waiting for %s (%s), for %.0f s at most; the cluster has %s. A machine joins it with: ray start "
+                "--address=%s",
+                *(wanted, keys, deadline - time.monotonic(), _nodes_now(), ray.get_runtime_context().gcs_address),
             )
+            told_after_s = TOLD_EVERY_S
         nodes = {node["NodeID"]: node for node in ray.nodes()}
         places = placement_group_table(group)["bundles_to_node_id"]
         bundles = in_network_order([nodes[places[bundle]] for bundle in range(nnodes)])

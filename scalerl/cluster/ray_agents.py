@@ -1,4 +1,4 @@
-"""No raylet waits for its two agents, Python processes of Ray's, before its node joins the cluster.
+"""No raylet waits for its two agents, Python processes of Ray's, before its node joins; what it started ends with it.
 
 Ray's raylet waits 15 seconds for each of their ports that it is not told, and then ends: too short where many nodes
 read Python's packages from one file system, or a machine does much else. No setting changes the 15 seconds. Told all
@@ -10,13 +10,19 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ray._private import ray_constants, services
 
 # Arguments of `start_raylet`; Ray's agents listen there.
 _PORTS = ("metrics_agent_port", "metrics_export_port", "runtime_env_agent_port", "dashboard_agent_listen_port")
+# Arguments of a raylet with the commands of what it starts.
+_COMMANDS = ("--python_worker_command", "--dashboard_agent_command", "--runtime_env_agent_command")
+_PROGRAM = Path(__file__).with_name("child_of_raylet.py")
 # `ray.init` gives the fourth of them this number in each cluster of a machine.
 _NOT_TOLD = (None, 0, ray_constants.DEFAULT_DASHBOARD_AGENT_LISTEN_PORT)
 # Of a cluster that a run starts on its machine: below those that Linux gives to connections, and above a job's.
@@ -29,7 +35,8 @@ REGISTER_MS = 600_000
 def wait_for_no_agent() -> Callable[[], None]:
     """Makes raylets that this process starts, by `ray.init` or `ray start`, wait for no agent; returns what undoes it.
 
-    Ports that Ray is not told are chosen here, others for each process of the machine.
+    What they start ends when they end. Ports that Ray is not told are chosen here, others for each process of the
+    machine.
     """
     start_raylet, start_process = services.start_raylet, services.start_ray_process
     listen_port: list[int] = []
@@ -42,7 +49,7 @@ def wait_for_no_agent() -> Callable[[], None]:
 
     def start_process_with_port(command: list[str], process_type: str, *args: Any, **options: Any) -> Any:
         if process_type == ray_constants.PROCESS_TYPE_RAYLET:
-            command = [*command, f"--dashboard_agent_listen_port={listen_port[0]}"]
+            command = [*map(_ending_with_raylet, command), f"--dashboard_agent_listen_port={listen_port[0]}"]
         return start_process(command, process_type, *args, **options)
 
     def undo() -> None:
@@ -50,6 +57,16 @@ def wait_for_no_agent() -> Callable[[], None]:
 
     services.start_raylet, services.start_ray_process = start_raylet_with_ports, start_process_with_port
     return undo
+
+
+def _ending_with_raylet(argument: str) -> str:
+    """An argument of a raylet; where it has the command of a worker or an agent, one that ends with the raylet."""
+    name, equals, command = argument.partition("=")
+    if name not in _COMMANDS or not sys.platform.startswith("linux"):
+        return argument
+    # Isolated: it needs no package, and finds none of the user's instead of Python's own.
+    program = subprocess.list2cmdline([sys.executable, "-I", "-S", str(_PROGRAM)])
+    return f"{name}{equals}{program} {command}"
 
 
 def free_ports(count: int) -> list[int]:

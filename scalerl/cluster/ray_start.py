@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from scalerl.byte_units import GIB
+from scalerl.config import GenerationConfig, PPOConfig, SFTConfig, pools_of
 from scalerl.errors import RunError, UserError
 
 # Ray's message where the path of a socket in its directory is longer than the system allows.
@@ -51,6 +52,19 @@ def start_explained(directory: Path, logs_to: Path | None, address: str | None) 
         if address is None:
             raise RayStartError(_not_started(error, directory, logs_to)) from error
         raise RayStartError(_not_joined(error, address)) from error
+
+
+def one_machine_violations(cfg: PPOConfig | SFTConfig | GenerationConfig) -> Iterator[str]:
+    """Yields an error for each pool of several nodes, where a run would start a Ray on this machine alone."""
+    if os.environ.get("RAY_ADDRESS"):
+        return
+    for pool in pools_of(cfg):
+        if pool.nnodes > 1:
+            yield (
+                f"{pool.section}.nnodes = {pool.nnodes}: without RAY_ADDRESS a run starts a Ray on this machine alone, "
+                "which no other one joins; start Ray on each machine and set RAY_ADDRESS to its head "
+                f"(docs/clusters.md), give Slurm the run (scalerl launch slurm), or set {pool.section}.nnodes=1"
+            )
 
 
 def wait_for_head(address: str) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -88,3 +89,12 @@ def padding_mask(lengths: Tensor, width: int, side: Literal["left", "right"] = "
 def column_values(column: Column) -> Tensor:
     """The numbers of a column: a tensor itself, or the tokens [T, ...] of a jagged one, end to end."""
     return column if isinstance(column, Tensor) else column.values
+
+
+def is_tensordict(batch: Any) -> bool:
+    """True for a TensorDict, which is a mapping too.
+
+    A caller that has one has imported the package tensordict, which scalerl itself does not need.
+    """
+    tensordict = sys.modules.get("tensordict")
+    return tensordict is not None and isinstance(batch, tensordict.TensorDictBase)

@@ -18,6 +18,7 @@ from scalerl.compat.jagged_columns import (
     Column,
     column_values,
     equal_columns,
+    is_tensordict,
     join_columns,
     padded,
     padding_mask,
@@ -49,7 +50,8 @@ class DataProtoItem:
 class DataProto:
     """A batch with the interface of verl's: tensor columns, array columns, and values of the whole batch.
 
-    batch: name -> [rows, ...] tensor or `Jagged`.  non_tensor_batch: name -> [rows] array.  meta_info: of the batch.
+    batch: name -> [rows, ...] tensor or `Jagged`, or a TensorDict, read as `from_tensordict` reads it.
+    non_tensor_batch: name -> [rows] array.  meta_info: of the batch.  None: empty.
     Raises ValueError where columns have different numbers of rows.
 
     Methods have verl's names, arguments and defaults; docs/extending.md says which are not here, and where these are
@@ -61,7 +63,10 @@ class DataProto:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.batch = Batch(self.batch or {})
+        columns, arrays, meta = _parts_of(self.batch)
+        self.batch = Batch(columns)
+        self.non_tensor_batch = arrays | (self.non_tensor_batch or {})
+        self.meta_info = {**meta, **self.meta_info} if meta else (self.meta_info or {})
         self.check_consistency()
 
     def check_consistency(self) -> None:
@@ -84,13 +89,14 @@ class DataProto:
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> DataProto:
-        """Makes a batch of columns; lists among non_tensors become arrays.
+        """Makes a batch of columns; lists among non_tensors become arrays.  tensors: a dict, or a TensorDict.
 
         Raises ValueError for num_batch_dims other than 1 and for auto_padding, which only workers of verl act on.
         """
         _check_of_verl(num_batch_dims, auto_padding)
         arrays = {name: _array(values) for name, values in (non_tensors or {}).items()}
-        return cls(Batch(tensors or {}), arrays, dict(meta_info or {}))
+        columns: Any = {} if tensors is None else tensors
+        return cls(columns, arrays, dict(meta_info or {}))
 
     @classmethod
     def from_single_dict(
@@ -145,27 +151,23 @@ class DataProto:
     def from_tensordict(
         cls, tensor_dict: Any = None, meta_info: dict[str, Any] | None = None, num_batch_dims: int = 1
     ) -> DataProto:
-        """Makes a batch of a TensorDict: nested tensors become jagged; what is no tensor goes to non_tensor_batch.
+        """Makes a batch of a TensorDict: nested tensors become jagged.
 
-        Raises ValueError for num_batch_dims other than 1.
+        What is no tensor goes to non_tensor_batch, and to meta_info where it is one value for all rows. Raises
+        ValueError for num_batch_dims, or dimensions of the TensorDict's batch_size, other than 1.
         """
         _check_of_verl(num_batch_dims, auto_padding=False)
-        tensors, others = {}, {}
-        given: Any = {} if tensor_dict is None else tensor_dict
-        for name in given.keys():  # noqa: SIM118  # a TensorDict iterates over its rows
-            value: Any = given.get(name)
-            if isinstance(value, Tensor):
-                # torch's types do not know nested tensors.
-                nested: Any = value
-                tensors[name] = Jagged(nested.values(), nested.offsets()) if value.is_nested else value
-            else:
-                others[name] = value.tolist() if hasattr(value, "tolist") else list(value)
-        return cls.from_dict(tensors, others, meta_info)
+        return cls(tensor_dict, {}, dict(meta_info or {}))
 
     def to_tensordict(self) -> Any:
-        """Makes a TensorDict of one batch dimension: jagged columns become nested tensors, meta_info is left out."""
-        from tensordict import NonTensorStack, TensorDict
+        """Makes a TensorDict of one batch dimension: jagged columns become nested tensors.
 
+        Entries of meta_info are in it by name. Raises ValueError where a column has the same name.
+        """
+        from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+        if twice := self.meta_info.keys() & (self.batch.keys() | self.non_tensor_batch.keys()):
+            raise ValueError(f"DataProto.to_tensordict: {sorted(twice)} of meta_info are columns, too; rename one")
         content: dict[str, Any] = {
             name: torch.nested.nested_tensor_from_jagged(column.values, column.cu_seqlens)
             if isinstance(column, Jagged)
@@ -173,6 +175,7 @@ class DataProto:
             for name, column in self.batch.items()
         }
         content |= {name: NonTensorStack(*column.tolist()) for name, column in self.non_tensor_batch.items()}
+        content |= {name: NonTensorData(value) for name, value in self.meta_info.items()}
         return TensorDict(content, batch_size=[len(self)])
 
     @classmethod
@@ -305,7 +308,8 @@ class DataProto:
     def concat(data: Sequence[DataProto]) -> DataProto:
         """Joins the rows of batches, in order. All must have the same columns.
 
-        meta_info: the entries of all; lists under "metrics" are joined. Raises ValueError where anything else differs.
+        meta_info: the entries of all. "metrics", a dict or a list of dicts in each, become a dict of lists. Raises
+        ValueError where anything else differs.
         """
         if not data:
             raise ValueError("DataProto.concat: there is nothing to join")
@@ -510,6 +514,28 @@ class DataProtoFuture:
         return whole if self.dispatch_fn is None else self.dispatch_fn(whole)
 
 
+def _parts_of(batch: Any) -> tuple[Mapping[str, Column], dict[str, np.ndarray], dict[str, Any]]:
+    """The tensor columns, the array columns and the meta_info of a mapping or a TensorDict; None has none."""
+    if not is_tensordict(batch):
+        return batch or {}, {}, {}
+    if len(batch.batch_size) != 1:
+        raise ValueError(f"a TensorDict of batch_size {tuple(batch.batch_size)}: a batch has one dimension of rows")
+    columns: dict[str, Column] = {}
+    arrays: dict[str, np.ndarray] = {}
+    meta: dict[str, Any] = {}
+    for name in batch.keys():  # noqa: SIM118  # a TensorDict iterates over its rows
+        value: Any = batch.get(name)
+        if isinstance(value, Tensor):
+            # torch's types do not know nested tensors.
+            nested: Any = value
+            columns[name] = Jagged(nested.values(), nested.offsets()) if value.is_nested else value
+        elif is_tensordict(value):
+            arrays[name] = _array(value.tolist())
+        else:
+            meta[name] = value.data
+    return columns, arrays, meta
+
+
 def _check_of_verl(num_batch_dims: int, auto_padding: bool) -> None:
     """Raises ValueError for arguments that verl's constructors have and that mean nothing here."""
     if num_batch_dims != 1:
@@ -549,16 +575,17 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _joined_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
     joined: dict[str, Any] = {}
+    metrics: dict[str, list[Any]] = {}
     for meta in metas:
         for name, value in meta.items():
-            if name == "metrics" and name in joined:
-                joined[name] = [*_as_list(joined[name]), *_as_list(value)]
+            if name == "metrics":
+                for each in value if isinstance(value, list) else [value or {}]:
+                    if not isinstance(each, Mapping):
+                        raise ValueError(f"DataProto.concat: meta_info['metrics'] has {each!r}, which is no dict")
+                    for metric, number in each.items():
+                        metrics.setdefault(metric, []).append(number)
             elif name in joined and not _equal(joined[name], value):
                 raise ValueError(f"DataProto.concat: meta_info[{name!r}] differs: {joined[name]!r} and {value!r}")
             else:
                 joined[name] = value
-    return joined
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+    return joined | ({"metrics": metrics} if metrics else {})

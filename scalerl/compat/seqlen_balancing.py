@@ -5,7 +5,6 @@ A run of scalerl is packed by `balance.plan_step`, for all ranks at once.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from scalerl.balance.bin_packing import Bins, fewest_bins, least_loaded, pack_bins, split_to
+from scalerl.compat.jagged_columns import is_tensordict
 
 
 def rearrange_micro_batches(
@@ -94,15 +94,6 @@ def _over_the_cap(num_tokens: np.ndarray, cap: int) -> str | None:
 
 def _select_rows(batch: Any, rows: list[int]) -> Any:
     indices = torch.tensor(rows, dtype=torch.int64)
-    if isinstance(batch, Mapping) and not _is_tensordict(batch):
+    if isinstance(batch, Mapping) and not is_tensordict(batch):
         return {name: column[indices] for name, column in batch.items()}
     return batch[indices]
-
-
-def _is_tensordict(batch: Any) -> bool:
-    """True for a TensorDict, which is a mapping too.
-
-    A caller that has one has imported the package tensordict, which scalerl itself does not need.
-    """
-    tensordict = sys.modules.get("tensordict")
-    return tensordict is not None and isinstance(batch, tensordict.TensorDictBase)

@@ -8,7 +8,7 @@ from scalerl.config.errors import ConfigError
 from scalerl.config.help import help_text
 from scalerl.config.layout_checks import ModelSizes, layout_violations, recompute_violations, server_violations
 from scalerl.config.layout_sizes import LayoutSizes, alignment, trained_layout, world_size
-from scalerl.config.model_specs import ModelRole, model_roles, num_devices, uses_critic
+from scalerl.config.model_specs import ModelRole, Pool, model_roles, num_devices, pools_of, uses_critic
 from scalerl.config.run_length import decay_to_the_end, too_few_conversations, too_few_prompts, total_steps
 from scalerl.config.save import flatten, save_resolved
 from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig
@@ -26,6 +26,7 @@ __all__ = [
     "ModelRole",
     "ModelSizes",
     "PPOConfig",
+    "Pool",
     "SFTConfig",
     "alignment",
     "batch_table",
@@ -38,6 +39,7 @@ __all__ = [
     "layout_violations",
     "model_roles",
     "num_devices",
+    "pools_of",
     "recompute_violations",
     "refusals",
     "save_resolved",

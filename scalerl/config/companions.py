@@ -1,12 +1,13 @@
-"""Companions: keys that get the value which another key needs of them, where the user has set only the other one."""
+"""Keys that go with others: values that another key needs where the user set only that, and values without effect."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from scalerl.config.registered_names import GROUP_ESTIMATORS
+from scalerl.config.schema import PPOConfig
 from scalerl.config.sections import ACTOR, ROLLOUT
 from scalerl.config.value_checks import show
 
@@ -83,3 +84,17 @@ COMPANIONS = (
         for key in ("trainer.best_ckpt_to_keep", "trainer.ckpt_every_to_keep")
     ),
 )
+
+
+def without_effect(config: Any, set_keys: Collection[str]) -> Iterator[str]:
+    """Yields a line for each key that the user set and that has no effect as another key stands, which is not set."""
+    section = f"{ROLLOUT}.val_kwargs"
+    if f"{section}.do_sample" in set_keys or not isinstance(config, PPOConfig):
+        return
+    sampling = config.actor_rollout_ref.rollout.val_kwargs
+    idle = [f"{section}.{name}" for name in ("temperature", "top_p", "top_k") if f"{section}.{name}" in set_keys]
+    if idle and not sampling.do_sample:
+        yield (
+            f"{', '.join(idle)}: no effect, as validations are greedy; set {section}.do_sample=true for samples, or "
+            "false to say so"
+        )

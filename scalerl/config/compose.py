@@ -25,6 +25,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from scalerl.config.companions import without_effect
 from scalerl.config.errors import ConfigError
 from scalerl.config.partial_config import PartialConfig
 from scalerl.config.schema import (
@@ -63,6 +64,7 @@ COMMANDS = {"ppo": "train", "sft": "sft", "generation": "generate", "eval": "eva
 FILES_OF_VERL = re.compile(
     r"(_generated_)?(ppo|dapo|sft|multiturn_grpo|gsm8k_multiturn\w*)(_megatron|_fsdp|_veomni)?_trainer\w*"
 )
+_DEFAULTS_OF_VERL = "has verl's defaults; those of scalerl are in `scalerl train --help`"
 # `--section.key=value` or `--key=value`, as some launchers write it.
 DASHED = re.compile(r"--(?!config_)\w+(\.\w+)*=")
 UNREADABLE = (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError)
@@ -105,13 +107,13 @@ class Composed:
     """A configuration, and what became of the keys of verl among the overrides.
 
     set_keys: keys that the overrides, groups or files give a value; the others have their default.
-    followed: a line for each default that follows from other keys (`config.companions`).
+    lines: a line for each default that follows from other keys, and for values without effect (`config.companions`).
     """
 
     config: Any
     translations: list[Translation]
     set_keys: frozenset[str]
-    followed: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
 
 
 def composed(kind: str, overrides: Sequence[str], *, rules: bool = True) -> Composed:
@@ -182,6 +184,8 @@ def _checked(request: _Request, groups: list[str], with_rules: bool) -> Composed
     for key in request.rejected:
         partial.doubt(key)
     missing, config = partial.finish()
+    if request.unread:
+        missing = []
     wrong_inputs = request.violations + partial.violations
     values = without_repeats(config, dict(domain_violations(config)))
     if with_rules or wrong_inputs or missing or values:
@@ -191,7 +195,8 @@ def _checked(request: _Request, groups: list[str], with_rules: bool) -> Composed
             error = ConfigError(violations)
             error.config = config
             raise error
-    return Composed(config, [*request.translations, *partial.translations], partial.set_keys, tuple(partial.followed))
+    lines = (*partial.followed, *without_effect(config, partial.set_keys))
+    return Composed(config, [*request.translations, *partial.translations], partial.set_keys, lines)
 
 
 @dataclass
@@ -199,6 +204,7 @@ class _Request:
     """A parsed command line, with a violation for each argument that could not be parsed.
 
     rejected: keys whose value is unknown by that; "" stands for all keys.
+    unread: whether a file of the user's is not read, so that no key can be said to be missing.
     """
 
     kind: str
@@ -209,6 +215,13 @@ class _Request:
     violations: list[str] = field(default_factory=list)
     rejected: set[str] = field(default_factory=set)
     translations: list[Translation] = field(default_factory=list)
+    unread: bool = False
+
+    def without_file(self, violation: str) -> None:
+        """Adds the violation of a file that is not read; whatever it sets is unknown."""
+        self.violations.append(violation)
+        self.rejected.add("")
+        self.unread = True
 
 
 def _without_files_of_verl(flags: argparse.Namespace) -> list[Translation]:
@@ -223,9 +236,8 @@ def _without_files_of_verl(flags: argparse.Namespace) -> list[Translation]:
     if name is None or flags.config_dir is not None or not FILES_OF_VERL.fullmatch(_stem(name)):
         return []
     flags.config_name = flags.config_path = None
-    why = "has verl's defaults; those of scalerl are in `scalerl train --help`"
     written = {"--config-name": name} | ({} if path is None else {"--config-path": path})
-    return [Translation(flag, value, "already so", why=why) for flag, value in written.items()]
+    return [Translation(flag, value, "already so", why=_DEFAULTS_OF_VERL) for flag, value in written.items()]
 
 
 def _unread_files(flags: argparse.Namespace) -> list[str]:
@@ -257,22 +269,9 @@ def _parse(kind: str, arguments: Sequence[str], *, with_files: bool = True) -> _
         raise ConfigError([f"{error}; write --config-dir DIR --config-name NAME"]) from None
     translations = _without_files_of_verl(flags)
     unread = [] if with_files else _unread_files(flags)
-    if flags.config_path is not None:
-        raise ConfigError(
-            [f"--config-path {flags.config_path}: write --config-dir DIR --config-name NAME for a file of your own"]
-        )
-    config_dir = Path(flags.config_dir).absolute() if flags.config_dir is not None else None
-    named_files = [text for text in (*rest, *filter(None, [flags.config_dir])) if _is_config_file(text)]
-    if named_files and with_files:
-        file = Path(named_files[0])
-        raise ConfigError([f"{file}: write --config-dir {file.parent} --config-name {file.stem} for this file"])
-    if config_dir is not None and not config_dir.is_dir():
-        raise ConfigError([f"--config-dir {flags.config_dir}: no such directory (looked in {Path.cwd()})"])
-    name = (flags.config_name or kind).removesuffix(".yaml")
-    request = _Request(kind, name, config_dir, violations=unread, translations=translations)
-    if not any(root.joinpath(f"{name}.yaml").is_file() for root in _roots(request)):
-        names = sorted({path.stem for root in _roots(request) for path in _yaml_files(root)})
-        raise ConfigError([f"--config-name {name}: no such file; there are {', '.join(names)}"])
+    request = _Request(kind, kind, None, violations=unread, translations=translations)
+    if with_files:
+        rest = _find_files(request, flags, rest)
     if hidden := _hidden_files(request):
         request.violations += hidden
         request.rejected.add("")
@@ -280,6 +279,42 @@ def _parse(kind: str, arguments: Sequence[str], *, with_files: bool = True) -> _
     for text in rest:
         _parse_override(request, group_names, text)
     return request
+
+
+def _find_files(request: _Request, flags: argparse.Namespace, arguments: list[str]) -> list[str]:
+    """Finds the directory and the primary file that the flags name; returns the arguments that name no file.
+
+    A file that is not found is a violation, and the command's own is in its place, so that the rest is checked too.
+    """
+    written = {text: Path(text) for text in (*arguments, flags.config_dir or "") if _is_config_file(text)}
+    for path in written.values():
+        request.without_file(f"{path}: write --config-dir {path.parent} --config-name {path.stem} for this file")
+    if flags.config_path is not None:
+        if not Path(flags.config_path).is_dir():
+            why = f"no such directory (looked in {Path.cwd()})"
+        else:
+            why = f"there is no {_stem(flags.config_name or request.kind)}.yaml in it"
+        request.without_file(
+            f"--config-path {flags.config_path}: {why}; write --config-dir DIR --config-name NAME for DIR/NAME.yaml"
+        )
+    elif flags.config_dir is not None and flags.config_dir not in written:
+        if Path(flags.config_dir).is_dir():
+            request.config_dir = Path(flags.config_dir).absolute()
+        else:
+            request.without_file(f"--config-dir {flags.config_dir}: no such directory (looked in {Path.cwd()})")
+    name = _stem(flags.config_name or request.kind)
+    if any(root.joinpath(f"{name}.yaml").is_file() for root in _roots(request)):
+        request.config_name = name
+    elif not request.unread:
+        names = sorted({path.stem for root in _roots(request) for path in _yaml_files(root)})
+        request.without_file(f"--config-name {name}: no such file; there are {', '.join(names)}")
+    following = [*arguments, ""][1:]
+    return [
+        text
+        for text, after in zip(arguments, following, strict=True)
+        # An option of another program's for a file, --config FILE, goes with it.
+        if text not in written and not (text.startswith("--") and after in written)
+    ]
 
 
 def _is_config_file(text: str) -> bool:
@@ -407,11 +442,6 @@ def _group_overrides(request: _Request) -> list[str]:
     return texts
 
 
-def _cannot_read(request: _Request, error: Exception) -> ConfigError:
-    """The error of a configuration whose files cannot be read, so that nothing else of it can be judged."""
-    return ConfigError([*request.violations, f"{request.config_name}: cannot be read: {error}"])
-
-
 def _unknown_options(request: _Request, group: str, value: Any) -> list[str]:
     options = _options(request, group)
     wanted = [name for name in (value if isinstance(value, list) else [value]) if name is not None]
@@ -461,13 +491,15 @@ class _Defaults:
 
 
 def _defaults(request: _Request, groups: Sequence[str]) -> _Defaults:
-    """Raises ConfigError where a file cannot be read."""
+    """What Hydra makes of the files and groups of a request; nothing where a file cannot be read."""
     try:
         if request.config_dir is None:
             return _defaults_in_package(request.config_name, tuple(groups))
         return _computed_defaults(request, groups)
     except UNREADABLE as error:
-        raise _cannot_read(request, error) from None
+        if not request.unread:
+            request.without_file(f"{request.config_name}: cannot be read: {error}")
+        return _Defaults(frozenset(), ())
 
 
 @functools.lru_cache(maxsize=256)
@@ -477,6 +509,11 @@ def _defaults_in_package(config_name: str, groups: tuple[str, ...]) -> _Defaults
 
 
 def _computed_defaults(request: _Request, groups: Sequence[str]) -> _Defaults:
+    for path in request.config_dir.glob("*.yaml") if request.config_dir is not None else ():
+        for word in set(re.findall(r"\w+", path.read_text(encoding="utf-8"))):
+            if FILES_OF_VERL.fullmatch(word):
+                # In a defaults list it is an empty file, which a file of the user's with that name goes before.
+                ConfigStore.instance().store(name=word, node={})
     with _hydra(request):
         loader = GlobalHydra.instance().config_loader()
         overrides = [*_search_path(request), *groups]
@@ -494,7 +531,9 @@ def _files(request: _Request, groups: Sequence[str]) -> Iterator[tuple[str, str,
     """
     for path, package in _defaults(request, groups).files:
         source = next((root.joinpath(path) for root in _roots(request) if root.joinpath(path).is_file()), None)
-        if source is None:  # Hydra's own configs and the schema
+        if source is None:  # Hydra's own configs, the schema and verl's files
+            if FILES_OF_VERL.fullmatch(_stem(path)):
+                request.translations.append(Translation("defaults", _stem(path), "already so", why=_DEFAULTS_OF_VERL))
             continue
         text = source.read_text(encoding="utf-8")
         content = OmegaConf.to_container(OmegaConf.create(text), resolve=False)

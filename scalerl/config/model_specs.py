@@ -1,14 +1,15 @@
-"""The models of a run beside the actor: whether it has them, where they live, and the keys that say so."""
+"""The models of a run beside the actor and its pools of devices: which it has, and the keys that say so."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from scalerl.config.layout_sizes import LayoutSizes, world_size
+from scalerl.config.layout_sizes import LayoutSizes
 from scalerl.config.registered_names import CRITIC_ESTIMATORS
-from scalerl.config.schema import MegatronConfig, PPOConfig, ResourcePoolConfig
-from scalerl.config.sections import ACTOR
+from scalerl.config.schema import GenerationConfig, MegatronConfig, PPOConfig, ResourcePoolConfig, SFTConfig
+from scalerl.config.sections import ACTOR, JUDGE, ROLLOUT
 
 RoleName = Literal["ref", "critic", "reward_model"]
 
@@ -113,15 +114,36 @@ def model_roles(cfg: PPOConfig) -> list[ModelRole]:
     return [role for role in all_model_roles(cfg) if role.active]
 
 
+@dataclass(frozen=True)
+class Pool:
+    """Nodes that belong together in a run.  section: the section whose keys size the pool."""
+
+    section: str
+    nnodes: int
+    n_gpus_per_node: int
+
+
+def pools_of(cfg: PPOConfig | SFTConfig | GenerationConfig) -> Iterator[Pool]:
+    """Yields the pools of a run, the trainer's first."""
+    yield Pool("trainer", cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node)
+    if not isinstance(cfg, PPOConfig):
+        return
+    judge = cfg.reward_model.judge
+    own = {
+        f"{ROLLOUT}.resource_pool": None if cfg.actor_rollout_ref.hybrid_engine else cfg.actor_rollout_ref.rollout,
+        f"{JUDGE}.resource_pool": judge if judge.enable and judge.resource_pool.nnodes else None,
+    }
+    for section, servers in own.items():
+        if servers is not None:
+            yield Pool(section, servers.resource_pool.nnodes, servers.resource_pool.n_gpus_per_node)
+    for role in model_roles(cfg):
+        if role.has_own_pool:
+            yield Pool(f"{role.section}.resource_pool", role.pool.nnodes, role.pool.n_gpus_per_node)
+
+
 def num_devices(cfg: PPOConfig) -> int:
     """The number of devices of all pools of the run; on CPU, of processes."""
-    own = cfg.actor_rollout_ref.rollout.resource_pool
-    servers = 0 if cfg.actor_rollout_ref.hybrid_engine else own.nnodes * own.n_gpus_per_node
-    if cfg.reward_model.judge.enable:
-        judge = cfg.reward_model.judge.resource_pool
-        servers += judge.nnodes * judge.n_gpus_per_node
-    roles = sum(role.layout(cfg).world_size for role in model_roles(cfg) if role.has_own_pool)
-    return world_size(cfg) + servers + roles
+    return sum(pool.nnodes * pool.n_gpus_per_node for pool in pools_of(cfg))
 
 
 def different_sizes(role: ModelRole, actor: MegatronConfig) -> list[str]:

@@ -92,6 +92,7 @@ class GenerationInputs:
 
 def check_generation(cfg: GenerationConfig) -> GenerationInputs:
     """Checks everything, and returns the inputs.  Raises ConfigError with every violation that was found."""
+    from scalerl.cluster.ray_start import one_machine_violations
     from scalerl.data import load_tokenizer
     from scalerl.data.chat import end_that_is_none, ordinary_ends, require_chat_template, use_chat_template
     from scalerl.data.files import resolve_files
@@ -107,6 +108,7 @@ def check_generation(cfg: GenerationConfig) -> GenerationInputs:
 
     errors = ErrorCollector()
     device = errors.attempt(partial(resolve_device, cfg.trainer.device)) or "cpu"
+    errors.violations.extend(one_machine_violations(cfg))
     fetch_models(cfg, errors.attempt)
     max_model_len = cfg.rollout.prompt_length + cfg.rollout.response_length
     errors.attempt(

@@ -15,13 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from scalerl.cache_directory import CACHE_DIR_ENV
-from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose, model_roles
+from scalerl.config import ConfigError, Pool, PPOConfig, SFTConfig, compose, model_roles, pools_of
 from scalerl.config.schema import SlurmConfig
 from scalerl.config.value_checks import show
 from scalerl.config.written import quoted
 from scalerl.errors import UserError
 from scalerl.launch.script import SCRIPTS, SEED, SbatchFile
-from scalerl.launch.slurm import Partition, has_pyxis, kill_wait_s, missing_commands, partitions, seconds_of
+from scalerl.launch.slurm import (
+    Partition,
+    SlurmError,
+    has_pyxis,
+    kill_wait_s,
+    missing_commands,
+    partitions,
+    seconds_of,
+)
 from scalerl.runtime.checks import ErrorCollector
 from scalerl.trainer.run_name import named
 
@@ -40,15 +48,6 @@ ALWAYS_EXPORTED = ("PATH", "HOME", "USER", "SCALERL_*")
 SECRET_NAME = re.compile(
     r"TOKEN(?!IZER)|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|APIKEY|(API|ACCESS|PRIVATE|SSH)_?KEY|_KEY$", re.IGNORECASE
 )
-
-
-@dataclass(frozen=True)
-class Pool:
-    """Nodes that belong together in a run.  section: the section whose keys size the pool."""
-
-    section: str
-    nnodes: int
-    n_gpus_per_node: int
 
 
 @dataclass(frozen=True)
@@ -119,11 +118,17 @@ def make_plan(arguments: Sequence[str]) -> Plan:
     if missing := missing_commands():
         errors.violations.append(f"{', '.join(missing)}: not on PATH; launch from a login node of the Slurm cluster")
     else:
-        known = errors.attempt(partitions)
-        errors.violations.extend(partition_violations(slurm, num_nodes + slurm.spare_nodes, known or []))
-        errors.violations.extend(container_violations(slurm, slurm.container == "pyxis" and has_pyxis()))
+        try:
+            known = partitions()
+            errors.violations.extend(partition_violations(slurm, num_nodes + slurm.spare_nodes, known))
+            errors.violations.extend(container_violations(slurm, slurm.container == "pyxis" and has_pyxis()))
+        except SlurmError as error:
+            # A controller that is away is no mistake of the user's, and hides none.
+            if not errors.violations:
+                raise
+            errors.violations.append(f"{error}; the partition was not checked")
     errors.raise_if_any()
-    limit_s = seconds_to_end(chosen_partition(slurm, known or []), kill_wait_s())
+    limit_s = seconds_to_end(chosen_partition(slurm, known), kill_wait_s())
     return plan_of(
         slurm, cfg, ["scalerl", command, *overrides, *name], limit_s, is_deadline_set=SAVE_DEADLINE in set_keys
     )
@@ -270,22 +275,6 @@ def _check_run(errors: ErrorCollector, cfg: PPOConfig | SFTConfig, device: str) 
             check_ppo(cfg, device, digests=False)
     except ConfigError as error:
         errors.violations.extend(error.violations)
-
-
-def pools_of(cfg: PPOConfig | SFTConfig) -> Iterator[Pool]:
-    """Yields the pools of a run, the trainer's first."""
-    yield Pool("trainer", cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node)
-    if isinstance(cfg, SFTConfig):
-        return
-    rollout = cfg.actor_rollout_ref.rollout.resource_pool
-    if not cfg.actor_rollout_ref.hybrid_engine:
-        yield Pool("actor_rollout_ref.rollout.resource_pool", rollout.nnodes, rollout.n_gpus_per_node)
-    judge = cfg.reward_model.judge
-    if judge.enable and judge.resource_pool.nnodes:
-        yield Pool("reward_model.judge.resource_pool", judge.resource_pool.nnodes, judge.resource_pool.n_gpus_per_node)
-    for role in model_roles(cfg):
-        if role.has_own_pool:
-            yield Pool(f"{role.section}.resource_pool", role.pool.nnodes, role.pool.n_gpus_per_node)
 
 
 def nodes_to_ask_for(slurm: SlurmConfig, cfg: PPOConfig | SFTConfig) -> int:

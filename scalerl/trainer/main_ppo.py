@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
         interrupted.root = cfg.trainer.default_local_dir
         if composition.translations:
             print(translation_table(composition.translations), flush=True)
-        for line in composition.followed:
+        for line in composition.lines:
             print(line, flush=True)
         # A training loop of the user may end at any step.
         has_own_loop = cfg.trainer.custom_fit.path is not None
@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
         with frozen_imports():
             from scalerl.memory_plan.report import summary
             from scalerl.trainer import checkpoints
+            from scalerl.trainer.model_checks import learning_rate_line
             from scalerl.trainer.preflight import check_ppo
 
         phases.begin("data")
@@ -64,6 +65,9 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
         phases.end()
         print(devices_line(cfg.trainer, inputs.device, inputs.attention.text), flush=True)
         print(batch_table(cfg, len(inputs.train)), flush=True)
+        lr = cfg.actor_rollout_ref.actor.optim.lr
+        if (line := learning_rate_line("actor_rollout_ref.actor.optim.lr", lr, inputs.shapes["actor"])) is not None:
+            print(line, flush=True)
         if inputs.memory is not None:
             print(summary(inputs.memory), flush=True)
         if not cfg.trainer.val_only:

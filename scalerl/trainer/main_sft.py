@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
         interrupted.root = cfg.trainer.default_local_dir
         if composition.translations:
             print(translation_table(composition.translations), flush=True)
-        for line in composition.followed:
+        for line in composition.lines:
             print(line, flush=True)
         if not dry_run and (last := finished_at(cfg)):
             print(finished_text(last, cfg.trainer, "model.path", cfg.model.path), flush=True)
@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
         with frozen_imports():
             from scalerl.memory_plan.report import summary
             from scalerl.trainer import checkpoints
+            from scalerl.trainer.model_checks import learning_rate_line
             from scalerl.trainer.preflight import check_sft
 
         phases.begin("data")
@@ -60,6 +61,8 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
         phases.end()
         num_steps = total_steps(cfg.trainer, len(inputs.train), cfg.data.train_batch_size)
         print(devices_line(cfg.trainer, inputs.device, inputs.attention.text), flush=True)
+        if (line := learning_rate_line("optim.lr", cfg.optim.lr, inputs.shape)) is not None:
+            print(line, flush=True)
         for key, dataset in (("train_files", inputs.train), ("val_files", inputs.val)):
             if dataset is not None and len(dataset) > dataset.num_rows:
                 print(

@@ -17,12 +17,13 @@ from scalerl.config import (
     recompute_violations,
     world_size,
 )
-from scalerl.config.batch_sizes import LONGEST_SAMPLE, longest_sample
+from scalerl.config.batch_sizes import LONGEST_SAMPLE
 from scalerl.config.schema import JudgeConfig, MegatronConfig
 from scalerl.config.sections import ACTOR, JUDGE, ROLLOUT
 from scalerl.controller.sampling.judge import max_model_len
 from scalerl.data.model_source import model_directory
 from scalerl.families import HFWeights, ModelShape, family_of
+from scalerl.memory_plan.parameters import num_parameters
 from scalerl.servers.context_length import check_context_length
 from scalerl.servers.engines import ENGINES
 from scalerl.trainer.checkpoints import Resumed
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+# Parameters of a model, and the learning rate below which one that has fewer hardly learns.
+SMALL_MODEL, LR_OF_SMALL_MODELS = 10**8, 1e-5
 
 
 def read_model(path: str, key: str) -> ModelShape:
@@ -78,7 +81,7 @@ def actor_violations(cfg: PPOConfig, shape: ModelShape, *, device: str) -> Itera
     yield from ENGINES[rollout.name].trained_model_violations(
         rollout, shape, section=ROLLOUT, device=device, verify_weights_every=rollout.verify_weights_every
     )
-    yield from _too_long(cfg, shape, "the model")
+    yield from _too_long(cfg, shape, cfg.actor_rollout_ref.model.path)
 
 
 def role_violations(
@@ -92,10 +95,22 @@ def role_violations(
     yield from model_layout_violations(
         shape, megatron, role.layout(cfg).world_size, prefix=f"{role.section}.megatron", rollout_tp=None
     )
-    yield from _too_long(cfg, shape, f"the model of {role.section}, {role.model_path},")
+    assert role.model_path is not None, "it has a shape"
+    yield from _too_long(cfg, shape, role.model_path)
     # `tokenizer_violations` has checked the policy's own model.
     if tokenizer is not None and role.model_path != cfg.actor_rollout_ref.model.path:
         yield from _other_vocabulary(role, shape, tokenizer)
+
+
+def learning_rate_line(key: str, lr: float, shape: ModelShape) -> str | None:
+    """A line about a learning rate, in `key`, that is one of large models, while the model is small; else None."""
+    size = num_parameters(shape)
+    if size >= SMALL_MODEL or not 0 < lr < LR_OF_SMALL_MODELS:
+        return None
+    return (
+        f"{key} = {lr:g}: is for models of billions of parameters; this one has {size / 1e6:.3g} million, and hardly "
+        "changes by it; such models take 1e-4 to 1e-3"
+    )
 
 
 def judge_violations(judge: JudgeConfig) -> Iterator[str]:
@@ -123,12 +138,18 @@ def judge_violations(judge: JudgeConfig) -> Iterator[str]:
         yield str(error)
 
 
-def _too_long(cfg: PPOConfig, shape: ModelShape, name: str) -> Iterator[str]:
-    longest = longest_sample(cfg)
-    if longest > shape.max_position_embeddings:
+def _too_long(cfg: PPOConfig, shape: ModelShape, path: str) -> Iterator[str]:
+    """The same text for every role with this model, which is then said once."""
+    prompt, response, positions = (
+        cfg.data.max_prompt_length,
+        cfg.data.max_response_length,
+        shape.max_position_embeddings,
+    )
+    if prompt + response > positions:
+        fits = f"data.max_response_length={positions - prompt} or less" if positions > prompt else "both lower"
         yield (
-            f"{LONGEST_SAMPLE} = {longest}: {name} has "
-            f"{shape.max_position_embeddings} positions (max_position_embeddings); shorten one"
+            f"{LONGEST_SAMPLE} = {prompt} + {response} = {prompt + response}: {path} has {positions} positions "
+            f"(max_position_embeddings in its config.json); set {fits}"
         )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scalerl.checkpoint.mirror import Mirror
+from scalerl.cluster.ray_start import one_machine_violations
 from scalerl.config import (
     PPOConfig,
     SFTConfig,
@@ -114,20 +115,21 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
     from scalerl.data import create_rl_dataset
     from scalerl.rewards import build_reward_manager
     from scalerl.rollout.program import load_program
+    from scalerl.trainer.own_code_checks import own_code_violations
 
     errors = ErrorCollector()
     serves = traits_of(cfg.actor_rollout_ref.rollout.name).compiles_kernels
     runs_here = device is None
-    device = device or _this_machine(errors, cfg.trainer, serves=serves)
+    device = device or _this_machine(errors, cfg, serves=serves)
     fetch_models(cfg, errors.attempt)
     # First: the rules that hold, and the models of the run, depend on what these files register.
     imported = _import_own(errors, cfg.trainer)
     fit = errors.attempt(lambda: load_fit(cfg.trainer.custom_fit))
-    errors.attempt(lambda: load_program(cfg.actor_rollout_ref.rollout.program))
-    rewards = None
+    program = errors.attempt(lambda: load_program(cfg.actor_rollout_ref.rollout.program))
+    rewards = estimator = None
     # Without these files, registered names would be reported as unknown.
     if imported:
-        errors.attempt(lambda: get_adv_estimator(cfg.algorithm.adv_estimator))
+        estimator = errors.attempt(lambda: get_adv_estimator(cfg.algorithm.adv_estimator))
         errors.attempt(lambda: get_policy_loss(cfg.actor_rollout_ref.actor.policy_loss.loss_mode))
         rewards = errors.attempt(lambda: build_reward_manager(cfg.reward_model, cfg.custom_reward_function))
     broken = validate_ppo(cfg, device=device)
@@ -155,6 +157,8 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
     if train is not None and not broken and not cfg.trainer.val_only:
         errors.violations.extend(too_few_prompts(cfg, len(train)))
         errors.violations.extend(decay_to_the_end(cfg, len(train)))
+    if not (tokenizer is None or train is None or program is None or estimator is None or broken):
+        errors.violations.extend(own_code_violations(cfg, program, estimator, train, tokenizer))
     if rewards is not None:
         datasets = {name: dataset for name, dataset in (("train", train), ("val", val)) if dataset is not None}
         _try_rewards(errors, rewards, cfg, datasets, tokenizer)
@@ -169,9 +173,10 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
     return PPOInputs(shapes, tokenizer, train, val, device, resumed, fit, memory, attention, template)
 
 
-def _this_machine(errors: ErrorCollector, trainer: RunConfig, *, serves: bool) -> str:
+def _this_machine(errors: ErrorCollector, cfg: PPOConfig | SFTConfig, *, serves: bool) -> str:
     """The device of trainer.device on this machine; adds errors that would end a run on it at its start."""
-    device = errors.attempt(lambda: resolve_device(trainer.device)) or "cpu"
+    device = errors.attempt(lambda: resolve_device(cfg.trainer.device)) or "cpu"
+    errors.violations.extend(one_machine_violations(cfg))
     errors.violations.extend(start_violations(device, serves=serves))
     return device
 
@@ -304,7 +309,7 @@ def check_sft(cfg: SFTConfig, device: str | None = None, *, digests: bool = True
 
     errors = ErrorCollector()
     runs_here = device is None
-    device = device or _this_machine(errors, cfg.trainer, serves=False)
+    device = device or _this_machine(errors, cfg, serves=False)
     fetch_models(cfg, errors.attempt)
     _import_own(errors, cfg.trainer)
     broken = validate_sft(cfg, device=device)

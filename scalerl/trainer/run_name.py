@@ -49,7 +49,7 @@ def named(kind: Literal["ppo", "sft"], overrides: Sequence[str]) -> tuple[Compos
     if name != new:
         named = composed(kind, [*overrides, *own], rules=False)
     says = f"{_KEY} = {name}, as no name is given"
-    return replace(named, set_keys=composition.set_keys, followed=(*named.followed, says)), own
+    return replace(named, set_keys=composition.set_keys, lines=(*named.lines, says)), own
 
 
 def _without_time(composition: Composed) -> tuple[str, str]:

@@ -27,7 +27,8 @@ lists, all but the first:
 All that is refused comes in one message, before a device is held. A key that neither scalerl nor verl has gets a
 guess only where a key of the same section has nearly its name. Two keys that say the same differently are refused
 too. YAML files (`--config-path DIR --config-name NAME`, as `--config-dir`) are read in the same way; the names of
-verl's own files (`ppo_megatron_trainer`, ...) stand for its defaults, and are left out.
+verl's own files (`ppo_megatron_trainer`, ...) stand for its defaults, and are left out, on the command line and in
+the `defaults` list of a file of yours.
 
 ## A script
 ```
@@ -47,6 +48,8 @@ of verl that decide what is trained, and are others here, are written out where 
 - `algorithm.rollout_correction.*`: bounds of `*_k1` are of the ratio, not of its inverse
 ([configuration](configuration.md)).
 - `actor.clip_ratio` has an effect by itself.
+- Turns and tools (`multi_turn`, `agent`, `data.tool_config_path`) are a program's ([extending](extending.md)): without
+`actor_rollout_ref.rollout.program.path` they are refused, and a translated command has a place to write it.
 - FSDP's keys are understood, but Megatron trains: a model that does not fit one device wants sizes in
 `actor.megatron`.
 

@@ -13,6 +13,7 @@ from scalerl.config import Examined, examined, refusals
 from scalerl.config.keys import key_table
 from scalerl.config.rules.base import value_at
 from scalerl.config.schema import SCHEMAS
+from scalerl.translate.words import split_commands
 
 Fate = Literal["taken over", "renamed", "already so", "verl's default", "dropped"]
 FATES: tuple[Fate, ...] = ("taken over", "renamed", "already so", "verl's default", "dropped")
@@ -38,6 +39,8 @@ _OF_MERGER_ALONE = {
     "--hf_model_path": 1,
 }
 
+# A variable, or a command in `$(...)` or backticks.
+_OF_SHELL = re.compile(r"\$[\w(]|`")
 # A field of megatron in this section may be a key of the section around it.
 _OVERRIDES = "override_transformer_config"
 
@@ -102,8 +105,7 @@ def merge_command(arguments: list[str]) -> str:
             place = kept.index(option)
             dropped.append(" ".join(kept[place : place + 1 + num_values]))
             del kept[place : place + 1 + num_values]
-    quoted = [f'"{text}"' if re.search(r"\$[\w(]|`", text) else shlex.quote(text) for text in kept]
-    command = " ".join(["scalerl merge", *quoted])
+    command = " ".join(["scalerl merge", *map(shell_quoted, kept)])
     if not dropped:
         return command
     return f"{command}\n\nalready so ({len(dropped)}):\n" + "\n".join(
@@ -126,7 +128,7 @@ def report_on(command: str, kind: str, arguments: list[str], launched: Mapping[s
     rows += [Row(text, "taken over", (text.lstrip("+"),)) for text in open_arguments]
     for translation in result.translations:
         if translation.verdict == "refused":
-            rows.append(Row(translation.written, "dropped", why=translation.why))
+            rows.append(Row(translation.written, "dropped", translation.becomes, translation.why))
         else:
             rows.append(Row(translation.written, translation.verdict, translation.becomes, translation.why))
     for violation in result.violations:
@@ -180,7 +182,7 @@ def _value(text: str) -> str:
 
 def _left_to_the_shell(text: str) -> bool:
     """Whether an argument's value holds a variable or a command that only the shell knows."""
-    return re.search(r"\$[\w(]|`", text.partition("=")[2]) is not None
+    return _OF_SHELL.search(text.partition("=")[2]) is not None
 
 
 def _defaults(result: Examined, more: set[str]) -> Iterator[Row]:
@@ -196,14 +198,20 @@ def _readable(argument: str) -> str:
     """An argument that the parser of overrides can read: quoted where its value holds a command of the shell."""
     key, _, value = argument.partition("=")
     if re.search(r"\$\(|`", value) and value[:1] not in "'\"":
-        return f"{key}='{value}'"
+        escaped = value.replace("'", "\\'")
+        return f"{key}='{escaped}'"
     return argument
 
 
 def shell_quoted(text: str) -> str:
     """Quotes an argument for a shell, which still expands what the script left to it."""
-    if _left_to_the_shell(text) and "${" not in text:
-        return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if _OF_SHELL.search(text):
+        # Quotes in a command's `$(...)` are that command's own.
+        pieces = (
+            piece if is_command else re.sub(r'["\\]|\$(?=\{)', r"\\\g<0>", piece)
+            for piece, is_command in split_commands(text)
+        )
+        return f'"{"".join(pieces)}"'
     quoted = shlex.quote(text)
     return f'"{text}"' if quoted != text and not re.search(r'["$`\\!]', text) else quoted
 

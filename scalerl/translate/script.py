@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from scalerl.translate.words import QuotedText, Statement, statements
+from scalerl.translate.words import QuotedText, Statement, split_commands, statements
 
 _ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
 _EXPANSION = re.compile(
@@ -306,17 +306,32 @@ class _Interpreter:
         is_empty = True
         for part in word:
             text = part.text if part.quote == "'" else self._expanded(part.text)
-            pieces = re.split(r"\s+", text) if part.quote == "" and "$(" not in text else [text]
+            pieces = re.split(r"\s+", text) if part.quote == "" and not re.search(r"\$\(|`", text) else [text]
             is_empty = is_empty and part.quote == "" and text == ""
             fields[-1] += pieces[0]
             fields += pieces[1:]
         return [] if is_empty else [text for text in fields if text or len(fields) == 1]
 
     def _expanded(self, text: str) -> str:
-        if "`" in text or re.search(r"\$\((?!\()", text):
+        pieces = list(split_commands(text))
+        if any(is_command for _, is_command in pieces):
             self._note(f"`{text.strip()}` is a command, and not run")
-            return text
-        return _EXPANSION.sub(self._value, text)
+        return "".join(
+            self._command(piece) if is_command else _EXPANSION.sub(self._value, piece) for piece, is_command in pieces
+        )
+
+    def _command(self, text: str) -> str:
+        """A `$(...)` with the values of the script's own variables, which the shell that runs it will not have."""
+
+        def value(match: re.Match[str]) -> str:
+            known = self.variables.get(match[1] or match[2])
+            if isinstance(known, str) and re.fullmatch(r"[\w./:@%+=,-]*", known):
+                return known
+            if known is not None:
+                self._note(f"`{match[0]}` in `{text}` is set by the script; set it in your shell, too")
+            return match[0]
+
+        return re.sub(r"\$(?:(\w+)|\{(\w+)\})", value, text)
 
     def _value(self, match: re.Match[str]) -> str:
         if match["sum"] is not None:

@@ -66,6 +66,25 @@ def statements(text: str) -> Iterator[Statement]:
             yield statement
 
 
+def split_commands(text: str) -> Iterator[tuple[str, bool]]:
+    """Yields the pieces of a text, in order, and of each whether it is a `$(...)` or a text in backticks."""
+    reader = _Reader(text)
+    plain = ""
+    while not reader.done:
+        rest = text[reader.position :]
+        if rest.startswith(("$(", "`")) and not rest.startswith("$(("):
+            if plain:
+                yield plain, False
+            plain = ""
+            yield reader.nested(), True
+        elif rest.startswith(("$(", "${")):
+            plain += reader.nested()
+        else:
+            plain += reader.advance(2 if rest[0] == "\\" else 1)
+    if plain:
+        yield plain, False
+
+
 class _Reader:
     def __init__(self, text: str) -> None:
         self.text, self.position, self.line = text, 0, 1
@@ -74,7 +93,7 @@ class _Reader:
     def done(self) -> bool:
         return self.position >= len(self.text)
 
-    def _advance(self, count: int = 1) -> str:
+    def advance(self, count: int = 1) -> str:
         taken = self.text[self.position : self.position + count]
         self.line += taken.count("\n")
         self.position += count
@@ -83,12 +102,12 @@ class _Reader:
     def _skip_blanks(self, newlines: bool = False) -> None:
         while not self.done:
             if self.text.startswith("\\\n", self.position):
-                self._advance(2)
+                self.advance(2)
             elif self.text[self.position] in " \t\r" or (newlines and self.text[self.position] == "\n"):
-                self._advance()
+                self.advance()
             elif self.text[self.position] == "#":
                 while not self.done and self.text[self.position] != "\n":
-                    self._advance()
+                    self.advance()
             else:
                 return
 
@@ -98,7 +117,7 @@ class _Reader:
         while not self.done:
             operator = next((name for name in OPERATORS if self.text.startswith(name, self.position)), None)
             if operator is not None and not self._is_redirection(operator):
-                self._advance(len(operator))
+                self.advance(len(operator))
                 parsed.ends = operator
                 return parsed
             word = self._word()
@@ -116,12 +135,12 @@ class _Reader:
         return operator == "&" and (around.startswith(">&") or around[1:] == "&>")
 
     def _array(self) -> list[list[QuotedText]]:
-        self._advance()
+        self.advance()
         items = []
         while True:
             self._skip_blanks(newlines=True)
             if self.done or self.text[self.position] == ")":
-                self._advance()
+                self.advance()
                 return items
             items.append(self._word(")"))
 
@@ -131,7 +150,7 @@ class _Reader:
         while not self.done:
             rest, char = self.text[self.position :], self.text[self.position]
             if rest.startswith("\\\n"):
-                self._advance(2)
+                self.advance(2)
             elif self._ends_word(char, bare, stop):
                 break
             elif char in "'\"":
@@ -140,11 +159,11 @@ class _Reader:
                 parts.append(QuotedText(self._quoted(quote), quote))
             elif char == "\\":
                 parts, bare = self._flushed(parts, bare), ""
-                parts.append(QuotedText(self._advance(2)[1:], "'"))
+                parts.append(QuotedText(self.advance(2)[1:], "'"))
             elif rest.startswith(("$(", "${", "`")):
-                bare += self._nested()
+                bare += self.nested()
             else:
-                bare += self._advance()
+                bare += self.advance()
         return self._flushed(parts, bare)
 
     def _ends_word(self, char: str, bare: str, stop: str) -> bool:
@@ -159,7 +178,7 @@ class _Reader:
         return [*parts, QuotedText(bare, "")] if bare else parts
 
     def _quoted(self, quote: Quote) -> str:
-        self._advance()
+        self.advance()
         text = ""
         while not self.done and self.text[self.position] != quote:
             if (
@@ -167,25 +186,44 @@ class _Reader:
                 and self.text[self.position] == "\\"
                 and self.text[self.position + 1 : self.position + 2] in ('"', "\\", "`")
             ):
-                self._advance()
-                text += self._advance()
+                self.advance()
+                text += self.advance()
             elif quote == '"' and self.text.startswith("\\\n", self.position):
-                self._advance(2)
-            elif quote == '"' and self.text.startswith(("$(", "${"), self.position):
-                text += self._nested()
+                self.advance(2)
+            elif quote == '"' and self.text.startswith(("$(", "${", "`"), self.position):
+                text += self.nested()
             else:
-                text += self._advance()
-        self._advance()
+                text += self.advance()
+        self.advance()
         return text
 
-    def _nested(self) -> str:
+    def nested(self) -> str:
         """Takes a whole `$(...)`, `$((...))`, `${...}` or text in backticks."""
         if self.text[self.position] == "`":
             end = self.text.find("`", self.position + 1)
-            return self._advance((end if end > 0 else len(self.text)) - self.position + 1)
+            return self.advance((end if end > 0 else len(self.text)) - self.position + 1)
         opening, closing = ("(", ")") if self.text[self.position + 1] == "(" else ("{", "}")
-        text, depth = self._advance(2), 1
+        has_quotes = opening == "(" and not self.text.startswith("$((", self.position)
+        text, depth = self.advance(2), 1
         while not self.done and depth:
-            depth += (self.text[self.position] == opening) - (self.text[self.position] == closing)
-            text += self._advance()
+            char = self.text[self.position]
+            if has_quotes and char in "'\"\\":
+                # Parentheses in the quotes of a command end nothing.
+                text += self._raw_quoted()
+                continue
+            depth += (char == opening) - (char == closing)
+            text += self.advance()
         return text
+
+    def _raw_quoted(self) -> str:
+        """Takes a quoted text, or a backslash and what is behind it, as it is written."""
+        quote = self.advance()
+        if quote == "\\":
+            return quote + self.advance()
+        text = quote
+        while not self.done and self.text[self.position] != quote:
+            if quote == '"' and self.text.startswith(("$(", "${"), self.position):
+                text += self.nested()
+            else:
+                text += self.advance(2 if quote == '"' and self.text[self.position] == "\\" else 1)
+        return text + self.advance()

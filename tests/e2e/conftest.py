@@ -42,10 +42,5 @@ def start_job() -> Iterator[StartJob]:
         return started[-1]
 
     yield start
-    try:
-        for job in started:
-            if job.has_to_be_gone_at_the_end:
-                job.assert_gone()
-    finally:
-        for job in started:
-            job.kill_all()
+    for job in started:
+        job.kill_all()

@@ -30,8 +30,6 @@ RUN_TIMEOUT_S = 400.0
 GONE_TIMEOUT_S = 120.0
 POLL_S = 0.02
 SHARED_MEMORY = Path("/dev/shm")
-# They hold nothing of the job. When their raylet is killed they report it to a dead GCS for a minute before they end.
-RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 REWARD = Path(__file__).with_name("graded_reward.py")
 # Per step: prompts x samples of each.
 PROMPTS, SAMPLES = 4, 4
@@ -58,8 +56,6 @@ class Job:
     marker: str = field(default_factory=lambda: uuid.uuid4().hex)
     # Metrics of the test's own code, which no page documents.
     own_keys: frozenset[str] = frozenset()
-    # At the end of the session, so that no test waits for RAY_AGENTS.
-    has_to_be_gone_at_the_end: bool = False
 
     def __post_init__(self) -> None:
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
@@ -134,15 +130,10 @@ class Job:
         self.look()
         os.killpg(self.process.pid, signal.SIGINT)
 
-    def assert_gone(self, *, but_agents: bool = False) -> None:
-        """No process of the job is left, or is after a moment: the kernel needs one to end a tree.
-
-        but_agents: RAY_AGENTS may still be there.
-        """
+    def assert_gone(self) -> None:
+        """No process of the job is left, or is after a moment: the kernel needs one to end a tree."""
         deadline = time.monotonic() + GONE_TIMEOUT_S
         while left := self.commands():
-            if but_agents and all(command.partition(" ")[2].startswith(RAY_AGENTS) for command in left):
-                return
             assert time.monotonic() < deadline, f"still running: {left}"
             time.sleep(0.1)
 

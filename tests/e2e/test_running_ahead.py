@@ -68,7 +68,7 @@ def test_one_step_off_over_a_sigkill(inputs: Inputs, start_job: StartJob, tmp_pa
     job.kill_driver()
     job.process.wait(60)
     pause.over()
-    job.assert_gone(but_agents=True)
+    job.assert_gone()
     job.kill_all()
 
     resumed = start_job(arguments, run_dir)

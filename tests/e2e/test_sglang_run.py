@@ -64,5 +64,4 @@ def test_ctrl_c_leaves_nothing(generating: Job) -> None:
 def test_sigkill_of_the_driver_leaves_nothing(generating: Job) -> None:
     generating.kill_driver(signal.SIGKILL)
     assert generating.finish(60) == -signal.SIGKILL
-    # Ray's agents too end by themselves: test_kill_and_resume waits for that.
-    generating.assert_gone(but_agents=True)
+    generating.assert_gone()

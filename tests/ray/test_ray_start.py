@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from scalerl.errors import EXIT_FAILED, EXIT_USER_ERROR
@@ -19,23 +23,33 @@ from tests.slow_agents import make_agents_slow, number_of_slow_agents
 START = """
 import os
 import sys
+import time
 from pathlib import Path
 import ray
 from ray._private import services
 from scalerl.cluster import ray_start
-from scalerl.cluster.pools import ray_cluster
+from scalerl.cluster import pools
+from scalerl.cluster.pools import ResourcePool, ray_cluster
 from scalerl.errors import run_main
 
 def start():
     with ray_cluster(num_workers=1, device="cpu", log_dir=Path(sys.argv[1])):
         print("started")
-        print(ray.get(ray.remote(lambda: "worked").remote()))
+        print(ray.get(ray.remote(lambda: "worked").remote()), flush=True)
+        time.sleep(float(os.environ.get("HOLD_S", 0)))
+        if "POOL_TIMEOUT_S" in os.environ:
+            wanted = {"nnodes": 2, "devices_per_node": 1, "device": "cpu"}
+            pool = ResourcePool.create(**wanted, timeout_s=float(os.environ["POOL_TIMEOUT_S"]))
+            print(len(pool.node_ids()), flush=True)
 
+pools.SILENT_S = 0.5
 ray_start.REACH_S = float(os.environ.get("REACH_S", ray_start.REACH_S))
 services.RAYLET_EXECUTABLE = sys.argv[2] or services.RAYLET_EXECUTABLE
 sys.exit(run_main(start))
 """
 TIMEOUT_S = 300.0
+# What is stopped never ends by itself.
+LEFT_S = 60.0
 
 
 @pytest.fixture
@@ -90,6 +104,67 @@ def test_agents_that_start_slowly(ray_files: Path, tmp_path: Path) -> None:
     assert (process.returncode, out) == (0, "started\nworked\n"), err
     assert number_of_slow_agents(tmp_path / "slow") == 2
     assert list(ray_files.iterdir()) == []
+
+
+def is_there(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def test_what_a_raylet_started_ends_with_it_whatever_it_does(ray_files: Path, tmp_path: Path) -> None:
+    """A worker that still imports, and an agent that tries to reach the head, are as deaf as a stopped process."""
+    driver = start(ray_files, tmp_path, HOLD_S="600")
+    assert driver.stdout is not None
+    assert [driver.stdout.readline() for _ in range(2)] == ["started\n", "worked\n"]
+    below = psutil.Process(driver.pid).children(recursive=True)
+    (raylet,) = (process for process in below if process.name() == "raylet")
+    started = raylet.children()
+    try:
+        # Two agents and a worker; their titles are Ray's.
+        assert {" ".join(process.cmdline()).split()[0] for process in started} >= {
+            "ray::DashboardAgent",
+            "ray::RuntimeEnvAgent",
+            "ray::IDLE",
+        }
+        for process in started:
+            process.suspend()
+        driver.kill()
+        driver.communicate(timeout=TIMEOUT_S)
+        deadline = time.monotonic() + LEFT_S
+        while left := list(filter(is_there, below)):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+    finally:
+        for process in filter(is_there, below):
+            process.kill()
+
+
+def test_a_run_says_what_it_waits_for_and_goes_on_when_a_machine_joins(ray_files: Path, tmp_path: Path) -> None:
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "1" * 64}
+    driver = start(ray_files, tmp_path, POOL_TIMEOUT_S="300", **token)
+    assert driver.stderr is not None
+    said = driver.stderr.readline()
+    assert "waiting for 2 nodes with 1 CPU free each (trainer.nnodes and trainer.n_gpus_per_node)" in said
+    joins = re.search(r"the cluster has 1: \S+ \(\d+ CPU\)\. A machine joins it with: (ray start --address=\S+)", said)
+    assert joins, said
+    command = [str(Path(sys.executable).with_name("ray")), *joins[1].split()[1:], "--num-cpus=1", "--block"]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    machine = subprocess.Popen(command, env=kept | token, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        out, err = driver.communicate(timeout=TIMEOUT_S)
+        assert (driver.returncode, out) == (0, "started\nworked\n2\n"), err
+    finally:
+        for process in [*psutil.Process(machine.pid).children(recursive=True), machine]:
+            process.kill()
+        machine.wait()
+
+
+@pytest.mark.full
+def test_a_machine_that_does_not_come(ray_files: Path, tmp_path: Path) -> None:
+    _, err = start(ray_files, tmp_path, POOL_TIMEOUT_S="2").communicate(timeout=TIMEOUT_S)
+    assert "error: no 2 nodes with 1 CPU free each within 2 s; the cluster has 1: " in err
+    assert "Set trainer.nnodes and trainer.n_gpus_per_node to what is there" in err
 
 
 def assert_not_joined(process: subprocess.Popen[str], address: str, reason: str) -> None:

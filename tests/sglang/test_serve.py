@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +92,27 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     headers = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
     with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as response:
         return json.load(response)
+
+
+def refusal(url: str, body: dict[str, Any]) -> tuple[int, str]:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        post(url, body)
+    return refused.value.code, refused.value.read().decode()
+
+
+def test_a_wrong_request_is_told_what_is_wrong_with_it(server) -> None:
+    _, url = server
+    message = {"role": "user", "content": QUESTION}
+    for path, body in (("chat/completions", {"messages": [message]}), ("completions", {"prompt": QUESTION})):
+        code, said = refusal(f"{url}/v1/{path}", body | {"model": "another", "max_tokens": 1})
+        assert code == 404 and "there is no model 'another' here; this server has 'merged'" in said
+        assert post(f"{url}/v1/{path}", body | {"model": "merged", "max_tokens": 1})["choices"]
+    for body, text in (
+        ({}, "messages: Field required"),
+        ({"messages": [message | {"content": 5}]}, "messages.0.content: "),
+    ):
+        code, said = refusal(f"{url}/v1/chat/completions", body | {"model": "merged"})
+        assert code == 400 and text in said and ".py" not in said and "function-after" not in said, said
 
 
 def test_a_merged_model_answers(merged: Path, server, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

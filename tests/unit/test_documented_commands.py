@@ -106,7 +106,7 @@ OTHER_OPTIONS = {
     "Apptainer": ("--nv",),
     "Docker": ("--ipc",),
     "SGLang": ("--nnodes", "--node-rank", "--dist-init-addr", "--custom-weight-loader"),
-    "Ray": ("--object-store-memory",),
+    "Ray": ("--num-cpus", "--object-store-memory"),
     "pip": ("--no-deps", "--no-build-isolation"),
     "Slurm": (
         *("--batch", "--container-image", "--exclusive", "--export", "--gres", "--no-kill", "--output", "--overlap"),
@@ -274,6 +274,8 @@ def run_doctor(*options: str) -> None:
 def check_run(argv: list[str]) -> None:
     """Keys, rules, files, model and reward function; no device is taken."""
     # Where a page's cluster has its data.
+    # As in a job, and on machines that share a cluster.
+    os.environ["RAY_ADDRESS"] = "HEAD:6379"
     run([*(word.replace("=/data/", "=") for word in with_the_rest(argv[0], argv)), "--dry-run"])
 
 

@@ -31,9 +31,13 @@ class AlreadySo:
 
 @dataclass(frozen=True)
 class Refused:
-    """Outcome of a value that asks for what scalerl does not do.  why: completes "KEY = VALUE: "."""
+    """Outcome of a value that asks for what scalerl does not do.
+
+    why: completes "KEY = VALUE: ".  to_write: `key=<...>` of scalerl's keys without whose value a run would do less.
+    """
 
     why: str
+    to_write: tuple[str, ...] = ()
 
 
 Outcome = Becomes | AlreadySo | Refused
@@ -164,6 +168,20 @@ def goes_with(pattern: str, switch: str) -> Entry:
     """An entry of keys that only detail what another key switches on; that key is checked instead."""
     why = f"counts only with {switch}"
     return Entry(pattern, "already so", why, lambda _, value, __: None if _is_section(value) else AlreadySo(why))
+
+
+def written_by_user(pattern: str, *neutral: Any, key: str, what: str, why: str) -> Entry:
+    """An entry of keys whose work is done by what the user writes and names in a key of scalerl.
+
+    neutral: values that ask for nothing.  what: is named in `key`, for example program.  why: completes "because".
+    """
+
+    def read(_: re.Match[str], value: Any, context: Context) -> Outcome:
+        if is_one_of(value, neutral) or context.value(key) or context.left_open(key):
+            return AlreadySo(why)
+        return Refused(f"{why}; write it (docs/extending.md) and set {key}", (f"{key}=<your {what}>",))
+
+    return Entry(pattern, f"{_listed(neutral)}, or with `{key}` set: already so; else refused", why, read)
 
 
 def computed(pattern: str, said: str, why: str, read: Read, *, asks_others: bool = False) -> Entry:

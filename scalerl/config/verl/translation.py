@@ -18,7 +18,8 @@ Verdict = Literal["renamed", "already so", "refused"]
 class Translation:
     """What became of one key of verl that a user wrote.
 
-    becomes: `key=value` of scalerl's keys, with verdict renamed.  origin: says in which file it was written.
+    becomes: `key=value` of scalerl's keys, with verdict renamed; with refused `key=<...>` that only the user can write.
+    origin: says in which file it was written.
     """
 
     key: str
@@ -76,7 +77,7 @@ class Translator:
             if isinstance(outcome, AlreadySo):
                 yield Translation(key, value, "already so", why=outcome.why, origin=origin), {}
             elif isinstance(outcome, Refused):
-                yield Translation(key, value, "refused", why=outcome.why, origin=origin), {}
+                yield Translation(key, value, "refused", outcome.to_write, outcome.why, origin), {}
             elif isinstance(outcome, Becomes):
                 clash = _clash(config, said, key, outcome)
                 if clash is None:

@@ -9,11 +9,12 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import re
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,10 @@ from scalerl.servers.supervise import SERVER_ID
 REFUSALS = (ValueError, TypeError, AssertionError, ArithmeticError, NotImplementedError)
 # Variable in the environment of a server without a GPU (`cpu_shim`).
 ON_CPU = "SGLANG_USE_CPU_ENGINE"
+# Argument of a server that people ask.
+SERVED_NAME = "--served-model-name"
+# Of a malformed request, those that are named.
+MOST_ERRORS = 3
 LISTEN_TIMEOUT_S = 120.0
 POLL_INTERVAL_S = 0.1
 
@@ -72,6 +77,46 @@ def leave_chat_templates_to_tokenizers() -> None:
     from sglang.srt.parser import conversation
 
     conversation.matching_function_registry.clear()
+
+
+def serve_one_name() -> None:
+    """Makes SGLang answer a request for a model of another name with 404, and not with the model that it has."""
+    from sglang.srt.entrypoints.openai.protocol import DEFAULT_MODEL_NAME
+    from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
+
+    handle = OpenAIServingBase.handle_request
+
+    async def handle_its_own(self: Any, request: Any, raw_request: Any) -> Any:
+        name = self.tokenizer_manager.served_model_name
+        # A request that names none has the default.
+        if request.model in (name, DEFAULT_MODEL_NAME):
+            return await handle(self, request, raw_request)
+        message = f"there is no model {request.model!r} here; this server has {name!r}"
+        return self.create_error_response(message, "NotFoundError", 404, "model")
+
+    OpenAIServingBase.handle_request = handle_its_own
+
+
+def say_what_is_wrong_with_a_request() -> None:
+    """Makes SGLang's answer to a malformed request name its fields; by itself it shows a line of SGLang's source."""
+    from fastapi.exceptions import RequestValidationError
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.entrypoints.openai.protocol import ErrorResponse
+
+    async def answer(request: Any, error: Any) -> Any:
+        # Of a field that may be one of several types there is an error for each.
+        texts = dict.fromkeys(f"{_field(each['loc'])}: {each['msg']}" for each in error.errors())
+        message = "; ".join(list(texts)[:MOST_ERRORS])
+        body = ErrorResponse(message=message, type="BadRequestError", code=400)
+        return http_server.ORJSONResponse(body.model_dump(), 400)
+
+    http_server.app.add_exception_handler(RequestValidationError, answer)
+
+
+def _field(place: Sequence[str | int]) -> str:
+    """The field of a request where it is wrong, as messages.0.content, without the names of pydantic's types."""
+    parts = [str(part) for part in place if part != "body"]
+    return ".".join(part for part in parts if re.fullmatch(r"\d+|[a-z_]+", part) and part not in ("str", "list"))
 
 
 def name_shared_memory(server_id: str) -> None:
@@ -120,6 +165,9 @@ def main() -> None:
     arguments = prepare_server_args([*sys.argv[1:], *([] if key == NO_KEY else [f"--api-key={key}"])])
     freeze_garbage_once_it_listens()
     leave_chat_templates_to_tokenizers()
+    if SERVED_NAME in sys.argv:
+        serve_one_name()
+        say_what_is_wrong_with_a_request()
     if SERVER_ID in os.environ:
         name_shared_memory(os.environ[SERVER_ID])
     if ON_CPU in os.environ:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from scalerl.cluster import ray_start
-from scalerl.cluster.ray_start import RayStartError, start_explained, wait_for_head
+from scalerl.cluster.ray_start import RayStartError, one_machine_violations, start_explained, wait_for_head
+from scalerl.config import compose
 from scalerl.errors import EXIT_FAILED, EXIT_USER_ERROR, RunError, UserError, run_main
 
 LOGS = Path("/run/logs/ray")
@@ -102,3 +103,23 @@ def test_a_head_that_still_starts_is_waited_for(monkeypatch: pytest.MonkeyPatch)
         wait_for_head(f"127.0.0.1:{head.getsockname()[1]}")
         assert time.monotonic() - began >= 0.25
         late.join()
+
+
+def test_several_nodes_without_a_cluster_to_join_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    needed = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=m", "trainer.n_gpus_per_node=1"]
+    pool = "actor_rollout_ref.rollout.resource_pool"
+    nodes = [
+        "trainer.nnodes=2",
+        "actor_rollout_ref.hybrid_engine=false",
+        f"{pool}.nnodes=3",
+        f"{pool}.n_gpus_per_node=1",
+    ]
+    cfg = compose("ppo", [*needed, *nodes], rules=False)
+    said = list(one_machine_violations(cfg))
+    assert [text.partition(":")[0] for text in said] == ["trainer.nnodes = 2", f"{pool}.nnodes = 3"]
+    assert all("RAY_ADDRESS" in text and "docs/clusters.md" in text and "scalerl launch slurm" in text for text in said)
+    # A pool is on one machine beside others.
+    assert list(one_machine_violations(compose("ppo", [*needed, *nodes[1:2], f"{pool}.nnodes=1"], rules=False))) == []
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    assert list(one_machine_violations(cfg)) == []

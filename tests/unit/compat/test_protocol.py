@@ -85,10 +85,9 @@ def test_chunk_and_split():
 def test_concat():
     batch = batch_of([2, 1, 3])
     parts = [batch[:1], batch[1:]]
-    parts[0].meta_info, parts[1].meta_info = {"step": 3, "metrics": [{"a": 1}]}, {"step": 3, "metrics": [{"a": 2}]}
     joined = DataProto.concat(parts)
-    assert rows_of(joined) == ABC and joined.meta_info == {"step": 3, "metrics": [{"a": 1}, {"a": 2}]}
-    parts[1].meta_info["step"] = 4
+    assert rows_of(joined) == ABC and joined.meta_info == {"step": 3}
+    parts[1].meta_info = {"step": 4}
     with pytest.raises(ValueError, match=r"meta_info\['step'\] differs: 3 and 4"):
         DataProto.concat(parts)
     with pytest.raises(ValueError, match=r"columns \['uid'\] are not in all batches"):
@@ -97,6 +96,40 @@ def test_concat():
         other = batch_of([1])
         other.batch["input_ids"] = torch.zeros(1, 4, dtype=torch.int64)
         DataProto.concat([batch, other])
+
+
+@pytest.mark.parametrize(
+    ("metrics", "joined"),
+    [
+        # Of every worker, whether it gives a list of dicts, one dict or none.
+        (([{"loss": 0.5, "acc": 0.9}], [{"loss": 0.6, "acc": 0.8}]), {"loss": [0.5, 0.6], "acc": [0.9, 0.8]}),
+        (({"loss": 0.5, "acc": 0.9}, {"loss": 0.6, "acc": 0.8}), {"loss": [0.5, 0.6], "acc": [0.9, 0.8]}),
+        (([{"loss": 0.5}, {"loss": 0.7}], {"loss": 0.6}), {"loss": [0.5, 0.7, 0.6]}),
+        ((..., [{"loss": 0.6}]), {"loss": [0.6]}),
+        (([{"loss": 0.5}], ...), {"loss": [0.5]}),
+        ((None, {"loss": 0.6}), {"loss": [0.6]}),
+        ((None, ...), None),
+        (([], []), None),
+    ],
+)
+def test_concat_makes_verls_dict_of_lists_of_metrics(metrics: tuple[Any, Any], joined: dict[str, list[float]] | None):
+    parts = [
+        DataProto.from_dict(
+            {"obs": torch.tensor([row])}, meta_info={"flag": True} | ({} if it is ... else {"metrics": it})
+        )
+        for row, it in enumerate(metrics)
+    ]
+    whole = DataProto.concat(parts)
+    assert whole.batch["obs"].tolist() == [0, 1]
+    assert whole.meta_info == {"flag": True} | ({} if joined is None else {"metrics": joined})
+
+
+def test_concat_keeps_what_any_batch_has_in_meta_info():
+    parts = [DataProto.from_dict({"a": torch.ones(1)}, meta_info={"shared": "x", f"of{row}": row}) for row in range(3)]
+    assert DataProto.concat(parts).meta_info == {"shared": "x", "of0": 0, "of1": 1, "of2": 2}
+    parts[2].meta_info["metrics"] = [0.5]
+    with pytest.raises(ValueError, match=r"meta_info\['metrics'\] has 0.5, which is no dict"):
+        DataProto.concat(parts)
 
 
 def test_reorder_is_in_place_and_wants_every_row_once():
@@ -220,7 +253,34 @@ def test_tensordict():
     batch = batch_of([2, 1, 3])
     tensordict = batch.to_tensordict()
     assert tensordict.batch_size == torch.Size([3]) and tensordict["input_ids"].offsets().tolist() == [0, 2, 3, 6]
-    assert rows_of(DataProto.from_tensordict(tensordict, {"step": 3})) == ABC
+    assert tensordict["uid"] == ["u0", "u1", "u2"] and tensordict["step"] == 3
+    again = DataProto.from_tensordict(tensordict, {"more": 1})
+    assert rows_of(again) == ABC and again.meta_info == {"step": 3, "more": 1}
+    # What is said beside the TensorDict counts.
+    assert DataProto.from_tensordict(tensordict, {"step": 4}).meta_info == {"step": 4}
+    with pytest.raises(ValueError, match=r"\['uid'\] of meta_info are columns, too"):
+        DataProto.from_dict({"a": torch.ones(1)}, {"uid": ["x"]}, {"uid": 1}).to_tensordict()
+    assert rows_of(DataProto.from_tensordict(tensordict[1:])) == ABC[1:] and len(DataProto.from_tensordict()) == 0
+
+
+def test_a_tensordict_is_taken_where_verl_takes_one():
+    from tensordict import TensorDict
+
+    columns = TensorDict({"obs": torch.arange(6).view(3, 2), "act": torch.ones(3)}, batch_size=[3])
+    labels = np.array(["a", "b", "c"], dtype=object)
+    for batch in (
+        DataProto(columns, {"label": labels}, {"step": 1}),  # pyright: ignore[reportArgumentType]
+        DataProto.from_dict(columns, {"label": labels}, {"step": 1}),  # pyright: ignore[reportArgumentType]
+    ):
+        assert len(batch) == 3 and batch.batch.batch_size == torch.Size([3]) and batch.meta_info == {"step": 1}
+        assert batch[1:].batch["obs"].tolist() == [[2, 3], [4, 5]] and list(batch.batch) == ["obs", "act"]
+        assert batch[2].non_tensor_batch["label"] == "c"
+    assert rows_of(DataProto(batch_of([2, 1, 3]).to_tensordict())) == ABC
+    for wrong in (TensorDict({"a": torch.ones(3, 2)}, batch_size=[3, 2]), TensorDict({}, batch_size=[])):
+        with pytest.raises(ValueError, match="a batch has one dimension of rows"):
+            DataProto(wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"different numbers of rows: \{'obs': 3, 'act': 3, 'label': 2\}"):
+        DataProto(columns, {"label": labels[:2]})  # pyright: ignore[reportArgumentType]
 
 
 def test_batches_of_a_run():
@@ -306,6 +366,15 @@ def test_single_dict_sorts_columns():
         {"a": torch.ones(2), "b": ["x", [1, 2]], "c": Jagged.from_list([[1], []], torch.int64)}
     )
     assert set(batch.batch) == {"a", "c"} and batch.non_tensor_batch["b"].tolist() == ["x", [1, 2]]
+
+
+def test_what_is_none_is_empty():
+    for labels, rows in ((np.array(["a", "b", "c"], dtype=object), 3), (None, 0)):
+        arrays = None if labels is None else {"label": labels}
+        batch = DataProto(batch=None, non_tensor_batch=arrays, meta_info={"step": 1})  # pyright: ignore[reportArgumentType]
+        assert len(batch) == rows and batch.meta_info == {"step": 1}
+        assert len(DataProto.concat([batch, batch])) == 2 * rows
+    assert DataProto(None, None, None).meta_info == {}  # pyright: ignore[reportArgumentType]
 
 
 def test_a_batch_without_rows():

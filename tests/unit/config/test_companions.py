@@ -103,10 +103,21 @@ def test_defaults_that_follow_from_another_key(name: str) -> None:
 
 def test_what_follows_is_said_with_the_reason() -> None:
     composition = composed("ppo", overrides("ppo", f"{ROLLOUT}.n=4", "trainer.ckpt_every_to_keep=5"))
-    assert composition.followed == (
+    assert composition.lines == (
         "trainer.max_actor_ckpt_to_keep = 1, which follows from trainer.ckpt_every_to_keep = 5",
     )
-    assert composed("ppo", overrides("ppo", f"{ROLLOUT}.n=4")).followed == ()
+    assert composed("ppo", overrides("ppo", f"{ROLLOUT}.n=4")).lines == ()
+
+
+def test_how_a_greedy_validation_would_sample_has_no_effect_and_is_said() -> None:
+    val = f"{ROLLOUT}.val_kwargs"
+    set_by_user = [f"{ROLLOUT}.n=4", f"{val}.temperature=0.7", f"{val}.top_p=0.9"]
+    (line,) = composed("ppo", overrides("ppo", *set_by_user)).lines
+    assert line.startswith(f"{val}.temperature, {val}.top_p: no effect") and f"{val}.do_sample=true" in line
+    for meant in ("false", "true"):
+        assert composed("ppo", overrides("ppo", *set_by_user, f"{val}.do_sample={meant}")).lines == ()
+    (line,) = composed("ppo", overrides("ppo", *set_by_user, f"{val}.n=2")).lines
+    assert line.startswith(f"{val}.do_sample = true, which follows from ")
 
 
 def test_a_value_that_the_user_sets_against_it_is_refused() -> None:

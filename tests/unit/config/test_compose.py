@@ -394,6 +394,31 @@ def test_files_that_are_not_there(tmp_path):
     assert "--config-dir DIR" in violations("ppo", "--config-name")[0]
 
 
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--config-path", "{tmp}/no", "--config-name", "my"], "no such directory"),
+        (["--config-path", "{tmp}", "--config-name", "my"], "there is no my.yaml in it"),
+        (["--config-path", "{tmp}"], "there is no ppo.yaml in it"),
+        (["--config-dir", "{tmp}/no", "--config-name", "my"], "no such directory"),
+        (["--config-dir", "{tmp}", "--config-name", "my"], "--config-name my: no such file"),
+        (["--config-name", "my"], "--config-name my: no such file"),
+        (["{tmp}/bad.yaml"], "--config-name bad"),
+        (["--config-dir", "{tmp}", "--config-name", "bad"], "cannot be read"),
+        (["--config-dir", "{tmp}", "--config-name", "bad", "lab=big"], "cannot be read"),
+    ],
+)
+def test_a_file_that_is_not_there_hides_no_other_problem(tmp_path, flags, named):
+    write(tmp_path, "bad.yaml", "data: [\n")
+    write(tmp_path, "lab/big.yaml", "# @package _global_\ntrainer: {nnodes: 4}\n")
+    given = [flag.format(tmp=tmp_path) for flag in flags]
+    first, *others = violations("ppo", *given, "trainer.node=2", f"{ROLLOUT}.n=many", "recipe=nope")
+    assert named in first
+    starts = ["recipe=nope: no such option", "trainer.node: no such key", f"{ROLLOUT}.n = many: wrong type"]
+    # Keys that the file may set are not said to be missing, nor are rules broken by their defaults.
+    assert sorted(text.split(";")[0].split(",")[0].replace("'", "") for text in others) == sorted(starts)
+
+
 # The resolved config
 
 

@@ -479,6 +479,25 @@ def test_keys_of_a_file_are_translated_too(tmp_path: Path):
     assert composed("ppo", ["--config-path", str(tmp_path), "--config-name", "run"]).config == cfg
 
 
+@pytest.mark.parametrize("named", ["ppo_megatron_trainer", "/ppo_trainer@_here_", "base"])
+def test_verls_own_files_in_the_defaults_of_a_file_of_the_users(tmp_path: Path, named: str):
+    """As the files of verl's recipes begin."""
+    head = "hydra: {{searchpath: ['file://verl/trainer/config']}}\ndefaults:\n  - {}\n  - _self_\n"
+    (tmp_path / "run.yaml").write_text(
+        head.format(named) + "data: {train_files: a, val_files: b}\n"
+        "actor_rollout_ref: {model: {path: m}, rollout: {name: vllm, n: 4}}\n"
+    )
+    (tmp_path / "base.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {nnodes: 2}\n")
+    composition = composed("ppo", ["--config-dir", str(tmp_path), "--config-name", "run"])
+    assert composition.config.data.train_files == "a" and composition.config.actor_rollout_ref.rollout.n == 4
+    assert composition.config.trainer.nnodes == (2 if named == "base" else 1)
+    (row,) = (row for row in composition.translations if row.key == "defaults")
+    assert row.value in ("ppo_megatron_trainer", "ppo_trainer") and "verl's defaults" in row.why
+    (tmp_path / "run.yaml").write_text("hydra: {searchpath: ['file://mine']}\n")
+    (text,) = violations([*REQUIRED, "--config-dir", str(tmp_path), "--config-name", "run"])
+    assert text.startswith("hydra.searchpath = [file://mine] in ") and "--config-dir DIR" in text
+
+
 def test_verls_own_files_and_dashes_are_understood():
     given = ["--config-path=config", "--config-name=ppo_megatron_trainer.yaml", *REQUIRED, "--trainer.nnodes=2"]
     composition = composed("ppo", [*given, "--model_engine=megatron"])
@@ -487,7 +506,7 @@ def test_verls_own_files_and_dashes_are_understood():
     (text,) = violations([*REQUIRED, "--config_name=ppo"])
     assert text.startswith("--config_name=ppo: not understood")
     (text,) = violations(["--config-path=config", "--config-name=ppo", *REQUIRED])
-    assert "--config-dir DIR --config-name NAME" in text
+    assert "--config-path config: no such directory" in text and "--config-dir DIR --config-name NAME" in text
 
 
 def test_fields_of_megatrons_configs_go_to_the_section_and_to_the_roles_that_have_it():

@@ -10,13 +10,12 @@ from typing import Any, Literal
 
 import pytest
 
-from scalerl.config import ConfigError, compose
+from scalerl.config import ConfigError, Pool, compose, pools_of
 from scalerl.config.schema import SlurmConfig
 from scalerl.errors import UserError
 from scalerl.launch import plan as plan_module
 from scalerl.launch.plan import (
     SAVE_DEADLINE,
-    Pool,
     container_violations,
     deadline_overrides,
     devices_to_ask_for,
@@ -26,14 +25,13 @@ from scalerl.launch.plan import (
     needed_paths,
     partition_violations,
     plan_of,
-    pools_of,
     risk_notes,
     seconds_to_end,
     secret_violations,
 )
 from scalerl.launch.record import RECORD, SubmittedJob, read_record
 from scalerl.launch.script import SCRIPTS, SEED
-from scalerl.launch.slurm import Partition, seconds_of
+from scalerl.launch.slurm import Partition, SlurmError, seconds_of
 
 GOLDEN = Path(__file__).parent / "golden"
 RUN = ["data.train_files=t.parquet", "data.val_files=v.parquet", "actor_rollout_ref.model.path=model"]
@@ -434,3 +432,21 @@ def test_a_record_reads_back_and_a_broken_one_is_named(tmp_path: Path) -> None:
     (tmp_path / RECORD).write_text("{}")
     with pytest.raises(UserError, match=r"job\.json: not a record"):
         read_record(tmp_path)
+
+
+def test_a_controller_that_is_away_hides_no_other_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away() -> list[Partition]:
+        raise SlurmError("scontrol ended with 1: Unable to contact slurm controller")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plan_module, "missing_commands", list)
+    monkeypatch.setattr(plan_module, "partitions", away)
+    with pytest.raises(ConfigError) as caught:
+        make_plan([*RUN, *EIGHT, "slurm.nodes=2"])
+    *others, last = caught.value.violations
+    assert any("slurm.nodes = 2" in text for text in others) and any("model" in text for text in others)
+    assert "Unable to contact slurm controller" in last and "the partition was not checked" in last
+    # Alone it is nobody's mistake: the same command works when the controller is back.
+    monkeypatch.setattr(plan_module, "_check_run", lambda *arguments: None)
+    with pytest.raises(SlurmError):
+        make_plan([*RUN, *EIGHT])

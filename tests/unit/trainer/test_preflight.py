@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose
 from scalerl.data import PromptCursor, load_tokenizer
+from scalerl.families import ModelShape
 from scalerl.parallel.flash_attention import import_refusal
 from scalerl.servers.engines import ENGINES
 from scalerl.trainer import attention_choice, preflight
@@ -21,7 +23,9 @@ from scalerl.trainer.attention_choice import AttentionChoice
 from scalerl.trainer.beginning import finished_at
 from scalerl.trainer.checkpoints import SavedModel
 from scalerl.trainer.main_ppo import main
+from scalerl.trainer.model_checks import learning_rate_line
 from scalerl.trainer.preflight import check_ppo, check_sft
+from scalerl.user_code import forget_files
 from tests.tiny_models import make_tiny_model
 from tests.whole_saves import save
 
@@ -582,3 +586,105 @@ def test_the_metric_of_the_best_checkpoint_of_fine_tuning_is_one_that_it_has(dir
     check_sft(sft(directory, tmp_path, *best))
     with pytest.raises(ConfigError, match=r"trainer\.best_ckpt_metric = val/acc: .* set it to val/loss"):
         check_sft(sft(directory, tmp_path, *best, "trainer.best_ckpt_metric=val/acc"))
+
+
+def test_several_nodes_on_one_machine_are_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    nodes = ("trainer.nnodes=2", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
+    assert violation(directory, "qwen3", "embedded", 0, *nodes).startswith("trainer.nnodes = 2: without RAY_ADDRESS ")
+    # A job has nodes of its own.
+    assert check_ppo(config(directory, "qwen3", "embedded", 0, *nodes), "cpu").device == "cpu"
+
+
+def test_a_sample_that_is_too_long_is_said_once_with_all_its_numbers(directory: Path) -> None:
+    """The reference is the actor's model."""
+    long = ("data.max_response_length=100000", "actor_rollout_ref.actor.max_tokens_per_micro_batch=200000")
+    message = violation(directory, "qwen3", "embedded", 0, *long, "actor_rollout_ref.actor.use_kl_loss=true")
+    positions = ModelShape.from_hf(directory / "qwen3").max_position_embeddings
+    assert message == (
+        f"data.max_prompt_length + data.max_response_length = 64 + 100000 = 100064: {directory / 'qwen3'} has "
+        f"{positions} positions (max_position_embeddings in its config.json); set data.max_response_length="
+        f"{positions - 64} or less"
+    )
+
+
+def test_a_learning_rate_of_large_models_is_said_of_a_small_one(directory: Path, capsys: pytest.CaptureFixture) -> None:
+    shape = ModelShape.from_hf(directory / "qwen3")
+    line = learning_rate_line("optim.lr", 1e-6, shape)
+    assert line is not None and line.startswith("optim.lr = 1e-06: ") and " million" in line
+    assert [learning_rate_line("optim.lr", lr, shape) for lr in (0.0, 1e-4)] == [None, None]
+    large = dataclasses.replace(shape, hidden_size=4096, vocab_size=100_000)
+    assert learning_rate_line("optim.lr", 1e-6, large) is None
+
+
+OWN_PROGRAM = """
+async def program(prompt, servers, tools):
+    trajectory = servers.begin()
+    turn = await servers.generate(trajectory, max_new_tokens=2)
+    trajectory.observe(tools.encode("1"))
+    await servers.generate(trajectory)
+    {end}
+"""
+OWN_ESTIMATOR = """
+from scalerl.algorithms import register_adv_est, register_token_adv_est
+
+@register_adv_est("own_s", needs=({needs}))
+def own_s(scores_S, uids_S, config, **columns):
+    assert sorted(scores_S.tolist()) == [0, 0, 1, 1] and len(set(uids_S)) == 2
+    return {s}
+
+@register_token_adv_est("own_t", needs=("old_logprobs",))
+def own_t(rewards_T, response_mask_T, cu_seqlens, config, old_logprobs):
+    assert rewards_T.sum() == 2 and rewards_T.shape == response_mask_T.shape == old_logprobs.shape
+    return {t}
+"""
+
+
+def own_code(directory: Path, tmp_path: Path, name: str, **parts: str) -> list[str]:
+    """What the preflight finds with a program and estimators of these parts."""
+    right = {"end": "return trajectory", "needs": "", "s": "scores_S", "t": "(rewards_T, rewards_T)"} | parts
+    (tmp_path / "program.py").write_text(OWN_PROGRAM.format(**right))
+    (tmp_path / "estimator.py").write_text(OWN_ESTIMATOR.format(**right))
+    own = [f"trainer.import_files=[{tmp_path / 'estimator.py'}]", f"algorithm.adv_estimator={name}"]
+    own.append(f"actor_rollout_ref.rollout.program.path={tmp_path / 'program.py'}")
+    try:
+        check_ppo(config(directory, "qwen3", "embedded", 0, *own))
+    except ConfigError as error:
+        return error.violations
+    finally:
+        forget_files()
+    return []
+
+
+@pytest.mark.parametrize("name", ["own_s", "own_t"])
+def test_a_program_and_an_estimator_that_are_right_pass_their_trial(directory: Path, tmp_path: Path, name: str) -> None:
+    assert own_code(directory, tmp_path, name, needs="'num_turns', 'reward_extra',") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "parts_of_message"),
+    [
+        ("own_s", {"end": "return turn"}, ["program.py:2", "returned GenerateOutput", "on prompt 0 sample 0"]),
+        (
+            "own_s",
+            {"end": "return int(tools.decode(turn.output_ids))"},
+            ["program.py:7", "ValueError", "invalid literal"],
+        ),
+        ("own_s", {"s": "scores_S[:1]"}, ["algorithm.adv_estimator, advantages", "own_s (", "estimator.py"]),
+        ("own_s", {"s": "1 / 0"}, ["algorithm.adv_estimator", "ZeroDivisionError", "estimator.py:7"]),
+        (
+            "own_s",
+            {"needs": "'entropies',"},
+            ["algorithm.adv_estimator=own_s needs entropies, which this run does not"],
+        ),
+        ("own_x", {}, ["algorithm.adv_estimator='own_x'", "no such advantage estimator"]),
+        ("own_t", {"t": "rewards_T"}, ["must return two tensors"]),
+        ("own_t", {"t": "(rewards_T, missing)"}, ["NameError", "estimator.py:12"]),
+    ],
+)
+def test_mistakes_in_a_program_or_estimator_are_found_before_the_start(
+    directory: Path, tmp_path: Path, name: str, parts: dict[str, str], parts_of_message: list[str]
+) -> None:
+    (message,) = own_code(directory, tmp_path, name, **parts)
+    assert all(part in message for part in parts_of_message), message
+    assert ("before the run starts" in message) == (name != "own_x")

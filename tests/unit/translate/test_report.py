@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from scalerl.cli import main
-from scalerl.config import compose
+from scalerl.config import ConfigError, compose
 from scalerl.errors import UserError
 from scalerl.translate.command import translated
 from scalerl.translate.report import Report, report_on
@@ -52,6 +53,39 @@ def test_the_command_composes_to_what_the_script_asked_for():
     # Of verl, where the script says nothing.
     assert cfg.trainer.total_epochs == 30 and cfg.actor_rollout_ref.rollout.tensor_model_parallel_size == 2
     assert cfg.trainer.default_local_dir == "out/run"
+
+
+@pytest.mark.parametrize(
+    ("script", "key", "value"),
+    [
+        ('EXP="grpo-$(printf "%s" 20240101)"', 'trainer.experiment_name="$EXP"', "grpo-20240101"),
+        ("", 'trainer.project_name="$(basename "$PWD")"', "a b"),
+        ("", "actor_rollout_ref.actor.optim.lr=$(printf '%s' \"2e-06\")", "2e-06"),
+        ("", 'data.prompt_key=`printf "%s" "a b"`', "a b"),
+        ("", 'data.prompt_key="`basename "$PWD"`"', "a b"),
+        ("", "data.prompt_key=$(printf '%s' \")\" '(' \\()", ")(("),
+        # The shell of the translated command has no variables of the script.
+        ("N=3\nD=/x/y", 'data.prompt_key="$N-$(basename "$D")-${N}"', "3-y-3"),
+        ("", 'trainer.default_local_dir="a\\"b$(echo 1)"', 'a"b1'),
+        ("", "trainer.default_local_dir='${trainer.project_name}'/$(echo 1)", "${trainer.project_name}/1"),
+        # Of verl: translated, with the command still in its value.
+        ("", "actor_rollout_ref.actor.grad_clip=$(printf '%s' \"0.5\")", "0.5"),
+    ],
+)
+def test_translate_quotes_inside_a_command_substitution_belong_to_its_command(
+    tmp_path: Path, script: str, key: str, value: str
+):
+    command = translated(f"{script}\npython3 -m verl.trainer.main_ppo {key} data.val_files=b").partition("\n\n")[0]
+    run = ["bash", "-ec", command.replace("scalerl train", "printf '%s\\n'", 1)]
+    (tmp_path / "a b").mkdir()
+    printed = subprocess.run(run, check=True, capture_output=True, text=True, cwd=tmp_path / "a b").stdout.splitlines()
+    name = key.partition("=")[0].replace("actor.grad_clip", "actor.optim.clip_grad")
+    assert f"{name}={value}" in printed
+
+
+def test_a_variable_that_a_command_substitution_needs_of_the_script_is_named():
+    text = translated('V="a b"\npython3 -m verl.trainer.main_ppo data.prompt_key="$(echo "$V")"')
+    assert 'line 2: `$V` in `$(echo "$V")` is set by the script; set it in your shell, too' in text
 
 
 def test_every_argument_has_one_row():
@@ -104,6 +138,28 @@ def test_what_a_run_would_refuse_of_the_command_is_said():
     # What the shell decides is not judged, nor by what.
     assert "will refuse" not in translated(f"{main}{sizes}".replace("size=3", "size=$TP"))
     assert "a run will refuse:\n  data.train_files: missing" in translated("python3 -m verl.trainer.main_ppo")
+
+
+def test_an_agent_script_does_not_become_a_run_of_single_answers():
+    given = [*REQUIRED, "algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=1", "trainer.total_epochs=1"]
+    asked = [
+        "actor_rollout_ref.rollout.multi_turn.enable=True",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
+        "data.tool_config_path=tools.yaml",
+    ]
+    program = "actor_rollout_ref.rollout.program.path"
+    for argument in asked:
+        report = report_on("train", "ppo", [*given, argument])
+        (row,) = (row for row in report.rows if row.fate == "dropped")
+        assert program in row.why and "docs/extending.md" in row.why
+        # The command is refused until the user has written the program.
+        with pytest.raises(ConfigError, match=re.escape(program)):
+            compose("ppo", shlex.split(report.shell().replace("\\\n", " "))[2:])
+        with pytest.raises(ConfigError, match=re.escape(program)):
+            compose("ppo", [*given, argument])
+    with_program = [*given, *asked, f"{program}=p.py"]
+    assert not [row for row in report_on("train", "ppo", with_program).rows if row.fate == "dropped"]
+    assert compose("ppo", with_program).actor_rollout_ref.rollout.program.path == "p.py"
 
 
 def test_fields_of_megatron_are_checked_by_name_and_type():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from scalerl.config.verl.entry import absent, renamed, same
-from scalerl.config.verl.vocabulary.words import MODEL, NONE, OFF
+from scalerl.config.verl.entry import absent, renamed, same, written_by_user
+from scalerl.config.verl.vocabulary.words import MODEL, NONE, OFF, PROGRAM, TURNS
 
 DATA = [
     renamed(
@@ -33,6 +33,6 @@ DATA = [
         instead="leave it out, or give a dataset of your own in data.custom_cls",
     ),
     absent("data.datagen.(path|name)", None, why="data is prepared before a run (scalerl data)"),
-    absent("data.tool_config_path", None, why="samples are one answer of the model, without tools"),
+    written_by_user("data.tool_config_path", *NONE, key=PROGRAM, what="program", why=TURNS),
     renamed("data.hf_dataset_path", "data.train_files"),
 ]

@@ -18,8 +18,9 @@ from scalerl.config.verl.entry import (
     goes_with,
     renamed,
     same,
+    written_by_user,
 )
-from scalerl.config.verl.vocabulary.words import NONE, OFF, POLICY, ROLLOUT, SGLANG
+from scalerl.config.verl.vocabulary.words import NONE, OFF, POLICY, PROGRAM, ROLLOUT, SGLANG, TURNS
 
 
 def _not(value: Any) -> Any:
@@ -127,14 +128,18 @@ ROLLOUT_KEYS = [
     absent(f"{ROLLOUT}.quantization", *NONE, why="servers have the trainer's weights, unchanged"),
     goes_with(f"{ROLLOUT}.quantization_config_file", f"{ROLLOUT}.quantization"),
     absent(f"{ROLLOUT}.full_determinism", *OFF, why="each sample has a seed; batches of a server vary"),
-    absent(f"{ROLLOUT}.(multi_turn|agent_loop).enable", *OFF, why="a sample is one answer, without tools or turns"),
+    written_by_user(f"{ROLLOUT}.(multi_turn|agent_loop).enable", *OFF, key=PROGRAM, what="program", why=TURNS),
     goes_with(f"{ROLLOUT}.multi_turn.**", f"{ROLLOUT}.multi_turn.enable"),
-    same(f"{ROLLOUT}.agent.default_agent_loop", "single_turn_agent", None, why="a sample is one answer"),
+    written_by_user(
+        f"{ROLLOUT}.agent.default_agent_loop", "single_turn_agent", None, key=PROGRAM, what="program", why=TURNS
+    ),
     same(f"{ROLLOUT}.agent.num_workers", why="samples are asked for and scored as they come"),
-    absent(
+    written_by_user(
         f"{ROLLOUT}.agent.(agent_loop_config_path|agent_loop_manager_class|custom_async_server.path|custom_async_server.name)",
         *NONE,
-        why="a sample is one answer of the model",
+        key=PROGRAM,
+        what="program",
+        why=TURNS,
     ),
     absent(f"{ROLLOUT}.trace.backend", *NONE, why="trainer.rollout_data_dir keeps the samples of a step"),
     goes_with(f"{ROLLOUT}.trace.*", f"{ROLLOUT}.trace.backend"),

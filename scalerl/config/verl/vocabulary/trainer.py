@@ -43,6 +43,13 @@ def _profiled_role(_: re.Match[str], value: Any, context: Context) -> Outcome:
     return Refused("the steps of trainer.profile_steps are profiled; leave it out, and set trainer.profile_steps")
 
 
+def _search_path(_: re.Match[str], value: Any, __: Context) -> Outcome:
+    """Reads where a file of a recipe of verl's looks for verl's own files."""
+    if all(re.search(r"\bverl\b", str(directory)) for directory in _as_list(value) or []):
+        return AlreadySo("verl's files stand for its defaults")
+    return Refused("group files are in --config-dir DIR, at DIR/GROUP/NAME.yaml; leave it out, and put yours there")
+
+
 TRAINER = [
     same("(**.|)_target_", why="a key says by its name what it configures"),
     absent(f"{ROLLOUT}.skip_rollout", *OFF, why="a step generates its samples"),
@@ -169,8 +176,14 @@ TRAINER = [
         why=_ASYNCHRONOUS,
         instead=_TO_BE_ASYNCHRONOUS,
     ),
+    computed(
+        "hydra.searchpath",
+        "directories of verl's: already so; else refused",
+        "group files of your own are in --config-dir DIR, at DIR/GROUP/NAME.yaml",
+        _search_path,
+    ),
     absent(
-        "hydra(.**|/**|)",
+        "hydra(.**|/**)",
         why="scalerl makes no Hydra run directory",
         instead="leave it out; trainer.default_local_dir is where a run writes",
     ),

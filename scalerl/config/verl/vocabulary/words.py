@@ -22,3 +22,5 @@ OF_FSDP = (
 MEGATRON = "every model is trained by Megatron"
 OFF = (None, False)
 NONE = (None, "null", "none", "", False, 0)
+PROGRAM = f"{ROLLOUT}.program.path"
+TURNS = "turns and tools are those of a program of yours"
