@@ -103,6 +103,20 @@ def test_a_sequence_is_not_split_by_the_others_of_its_packing(installed: None) -
 
 
 @pytest.mark.parametrize("impl", FLASH_ATTENTION_IMPLS)
+def test_a_torch_whose_call_cannot_fix_the_splits_is_refused(
+    installed: None, impl: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch 2.11's, with whose registration an implementation ends the first forward pass."""
+
+    def varlen_attn(query: Any, key: Any, value: Any, *, window_size: Any = (-1, -1)) -> None: ...
+
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    with pytest.raises(UserError, match=rf"flash_attention_impl = {impl}: torch .* install torch 2\.13"):
+        use_flash_attention(impl)
+    assert current_flash_attention_impl() is None
+
+
+@pytest.mark.parametrize("impl", FLASH_ATTENTION_IMPLS)
 def test_one_that_is_not_installed_is_refused_with_what_to_install(impl: str) -> None:
     with pytest.raises(UserError) as error:
         use_flash_attention(impl)

@@ -44,6 +44,21 @@ def test_all_other_settings_stay(given: str, inside: str) -> None:
     assert settings() == given
 
 
+@pytest.mark.parametrize("names", [("PYTORCH_CUDA_ALLOC_CONF",), ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")])
+def test_a_torch_that_does_not_tell_its_settings_has_those_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
+) -> None:
+    """torch 2.11 can be told them, but does not tell them."""
+    given = "expandable_segments:True,max_split_size_mb:128"
+    for name, value in zip(names, (given, "max_split_size_mb:64"), strict=False):
+        monkeypatch.setenv(name, value)
+    with monkeypatch.context() as patched:
+        patched.delattr(torch._C, "_accelerator_getAllocatorSettings")
+        with outside_of_expandable_segments():
+            inside = settings()
+    assert inside == "max_split_size_mb:128,expandable_segments:False" and settings() == given
+
+
 def test_they_are_the_users_again_after_an_error() -> None:
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     with pytest.raises(torch.OutOfMemoryError), outside_of_expandable_segments():
