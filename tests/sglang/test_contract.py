@@ -21,6 +21,7 @@ from scalerl.servers.client import GenerateOutput, GenerateRequest, RolloutClien
 from scalerl.servers.requests import unfinished_requests
 from scalerl.servers.supervise import descendants
 from scalerl.servers.weights import checksum_differences, expected_checksums, serialize_bucket
+from tests.gpu import conftest as gpu
 from tests.sglang.conftest import MAX_MODEL_LEN, ONE_TOKEN, PROMPTS, Engine, Model
 from tests.tiny_models import EOS_ID
 
@@ -74,6 +75,13 @@ def test_top_p_and_top_k_choose_among_the_likely_tokens(engine: Engine, model_a:
     outputs = engine.generate(requests_for([PROMPTS[0]], sampling, n=16))
     assert {output.output_ids[0] for output in outputs} <= allowed
     assert len(allowed) < 16
+
+
+@pytest.mark.parametrize("shared_engine", ["sglang"], indirect=True)
+def test_what_tests_of_gpus_ask_is_answered(engine: Engine, model_a: Model) -> None:
+    outputs = gpu.generate(engine.client, 8)
+    tokens = [model_a.greedy(prompt, 8) for prompt in gpu.PROMPTS]
+    assert [output.output_ids[: len(mine)] for output, mine in zip(outputs, tokens, strict=True)] == tokens
 
 
 def test_ignore_eos_goes_on_to_the_length(engine: Engine, model_a: Model) -> None:
