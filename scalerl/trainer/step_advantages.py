@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,7 +13,10 @@ from scalerl.cluster.batch import BatchRef, PlacedBatch
 from scalerl.config.schema import AlgorithmConfig
 from scalerl.metrics import Metric
 from scalerl.metrics.failed_samples import as_wrong
-from scalerl.trainer.contracts import Actor, Rollout
+
+if TYPE_CHECKING:
+    # Not for a dry run, whose checks import this module: that one imports checkpoints.
+    from scalerl.trainer.contracts import Actor, Rollout
 
 # The sample column that remax needs, and that estimators of the user may need.
 GREEDY_SCORE = "baseline_score"

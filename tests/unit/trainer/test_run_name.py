@@ -44,7 +44,7 @@ def test_a_name_says_model_data_and_time() -> None:
     assert own == [f"trainer.experiment_name={ppo.config.trainer.experiment_name}"]
     assert re.fullmatch(r"Qwen3-8B-gsm8k-19700101-000000-[0-9a-f]{6}", ppo.config.trainer.experiment_name)
     assert ppo.config.trainer.default_local_dir == f"outputs/scalerl/{ppo.config.trainer.experiment_name}"
-    assert any(ppo.config.trainer.experiment_name in line for line in ppo.followed)
+    assert any(ppo.config.trainer.experiment_name in line for line in ppo.lines)
     assert "trainer.experiment_name" not in ppo.set_keys
     sft, _ = named("sft", SFT)
     assert re.fullmatch(r"my-model-rows-sft-19700101-000001-[0-9a-f]{6}", sft.config.trainer.experiment_name)
