@@ -11,8 +11,8 @@ from typing import Any
 
 from scalerl.data.files import SUFFIXES, Chunk, read_chunks
 from scalerl.data.messages import check_messages
-from scalerl.data.prepare.number_texts import check_numbers, number_text
 from scalerl.data.prepare.csv_rows import csv_chunks
+from scalerl.data.prepare.number_texts import check_numbers, number_text
 from scalerl.data.problems import DataError, FileProblems, excerpt, type_name
 
 NAME = "own"
