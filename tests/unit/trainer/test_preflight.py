@@ -453,6 +453,14 @@ def test_a_run_directory_that_is_a_file_is_said_with_its_key(directory: Path, be
     assert violation.startswith(f"trainer.default_local_dir = {path}: it or a part of its path is a file; give")
 
 
+def test_a_run_directory_of_the_users_home_is_written_out(directory: Path) -> None:
+    """Else a run would make a directory of the name ~."""
+    with pytest.raises(ConfigError) as error:
+        check_ppo(config(directory, "qwen3", "embedded", 0, "trainer.default_local_dir='~/run'"), "cpu")
+    (violation,) = error.value.violations
+    assert violation.startswith("trainer.default_local_dir = ~/run: ") and violation.endswith(str(Path.home() / "run"))
+
+
 def test_fields_of_megatrons_configs_are_checked_against_megatron(directory: Path) -> None:
     section = "actor_rollout_ref.actor.megatron.override_transformer_config"
     cfg = config(
