@@ -638,12 +638,12 @@ from scalerl.algorithms import register_adv_est, register_token_adv_est
 
 @register_adv_est("own_s", needs=({needs}))
 def own_s(scores_S, uids_S, config, **columns):
-    assert sorted(scores_S.tolist()) == [0, 0, 1, 1] and len(set(uids_S)) == 2
+    assert scores_S.tolist() == [0, 1, 1, 1] and len(set(uids_S)) == 2
     return {s}
 
 @register_token_adv_est("own_t", needs=("old_logprobs",))
 def own_t(rewards_T, response_mask_T, cu_seqlens, config, old_logprobs):
-    assert rewards_T.sum() == 2 and rewards_T.shape == response_mask_T.shape == old_logprobs.shape
+    assert rewards_T.sum() == 3 and rewards_T.shape == response_mask_T.shape == old_logprobs.shape
     return {t}
 """
 
@@ -685,6 +685,12 @@ def test_a_program_and_an_estimator_that_are_right_pass_their_trial(directory: P
             {"needs": "'entropies',"},
             ["algorithm.adv_estimator=own_s needs entropies, which this run does not"],
         ),
+        (
+            "own_s",
+            {"s": "(scores_S - 1) / (scores_S - 1).abs()"},
+            ["estimator.py:4", "not finite", "[0.0, 1.0, 1.0, 1"],
+        ),
+        ("own_t", {"t": "(rewards_T, rewards_T / rewards_T)"}, ["not finite"]),
         ("own_x", {}, ["algorithm.adv_estimator='own_x'", "no such advantage estimator"]),
         ("own_t", {"t": "rewards_T"}, ["must return two tensors"]),
         ("own_t", {"t": "(rewards_T, missing)"}, ["NameError", "estimator.py:12"]),
