@@ -687,7 +687,7 @@ def test_a_program_and_an_estimator_that_are_right_pass_their_trial(directory: P
         ),
         (
             "own_s",
-            {"s": "(scores_S - 1) / (scores_S - 1).abs()"},
+            {"s": "scores_S / (scores_S - 1)"},
             ["estimator.py:4", "not finite", "[0.0, 1.0, 1.0, 1"],
         ),
         ("own_t", {"t": "(rewards_T, rewards_T / rewards_T)"}, ["not finite"]),
