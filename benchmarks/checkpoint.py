@@ -4,7 +4,7 @@ python benchmarks/checkpoint.py                       # a model of 0.1 billion p
 python benchmarks/checkpoint.py --model quickstart --dtype float32
 python benchmarks/checkpoint.py --model 1gb --directory /data
 python benchmarks/checkpoint.py --model 1gb --cold    # what is read is not in the page cache
-python benchmarks/checkpoint.py --device cuda --model 1.7b    # one rank, and what of its GPU's memory
+python benchmarks/checkpoint.py --device cuda --model 1.7b    # one rank, and how much memory of its GPU a save takes
 
 A save is `save_engine` (digests, one fsync for each rank) and the commit of the directory; dd writes as many bytes with
 conv=fsync. A save in the background (`trainer.async_save`) stops the run until it has begun; what each rank writes is

@@ -139,8 +139,7 @@ class PooledActor:
 MAX_IDLE = 4
 ANSWER_TIMEOUT_S = 10.0
 POLL_S = 0.2
-# Seconds in which devices are there if nobody has to make room, or join, for them; from then on it is said what is
-# waited for.
+# Free devices are there within the first seconds; a run that waits longer says so, then again and again.
 SILENT_S, TOLD_EVERY_S = 10.0, 60.0
 
 

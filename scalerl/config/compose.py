@@ -6,6 +6,7 @@ import argparse
 import difflib
 import functools
 import re
+import shlex
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from hydra import initialize_config_dir, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, ValueType
+from hydra.core.override_parser.types import Override, Quote, ValueType
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
@@ -353,7 +354,8 @@ def _unreadable(text: str, error: str) -> str:
     reason = error.split("\nSee ")[0]
     if reason.startswith("LexerNoViableAltException"):
         reason = "the value has a character that must be quoted"
-    return f"{reason}; quote a value with special characters: '{key}=\"{value}\"'"
+    written = shlex.quote(f"{key}={quoted(value, Quote.double)}")
+    return f"{reason}; quote a value with special characters: {written}"
 
 
 # Files and groups

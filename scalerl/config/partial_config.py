@@ -259,7 +259,8 @@ class PartialConfig:
             except OmegaConfBaseException as error:
                 self.doubtful.add(key)
                 problems.append(f"{key} = {raw[key]}: cannot be resolved: {_first_line(error)}; set {key} to a value")
-                OmegaConf.update(self._config, key, self._raw_default(key))
+                default = self._raw_default(key)
+                OmegaConf.update(self._config, key, PLACEHOLDER if default == MISSING else default)
         return problems, OmegaConf.to_object(self._config)
 
     def _put_leaf(self, key: str, value: Any, origin: str) -> None:

@@ -52,6 +52,6 @@ def as_text(value: Any, texts: Any) -> Any:
     return texts if isinstance(value, bool | int | float) else value
 
 
-def quoted(text: str) -> str:
+def quoted(text: str, quote: Quote = Quote.single) -> str:
     """A text as the value of a `key=value`, whatever characters it has."""
-    return QuotedString(text, Quote.single).with_quotes()
+    return QuotedString(text, quote).with_quotes()

@@ -88,30 +88,29 @@ def ordinary_ends(tokenizer: PreTrainedTokenizerBase, eos_ids: Iterable[int]) ->
             )
 
 
-def end_that_is_none(
+def template_without_end(
     tokenizer: PreTrainedTokenizerBase, eos_ids: Iterable[int], options: Mapping[str, Any] | None = None
 ) -> str | None:
-    """What the chat template writes after an answer, if no response ends there; else None.
+    """A line about a chat template that ends an answer with no token that ends a response; else None.
 
     eos_ids: tokens that end a response, beside the tokenizer's own.  options: as those of `render`.
     """
     conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
     try:
         text = render(tokenizer, conversation, add_generation_prompt=False, options=options)
-    except Exception:  # whatever the template raises for a conversation of this kind
+    except Exception:  # there is no template, or whatever it raises for a conversation of this kind
         return None
-    before, answer, after = text.rpartition(_ANSWER)
-    (tokens,) = encode(tokenizer, [after]) if before and answer else ([],)
+    _, answer, after = text.rpartition(_ANSWER)
     own = cast("int | None", tokenizer.eos_token_id)
     ends = {*eos_ids, *([] if own is None else [own])}
-    if not answer or not ends.isdisjoint(tokens):
+    if not answer or not ends.isdisjoint(encode(tokenizer, [after])[0]):
         return None
     words = [f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in sorted(ends)]
     return (
         f"the chat template writes {after.strip()!r} after an answer, and a response ends only at "
         f"{', '.join(words) or 'its limit'}: "
-        "a model that writes as the template does goes on to the longest response; add the token to eos_token_id in "
-        "generation_config.json"
+        "a model that follows the template never stops before its length limit; add that token to eos_token_id "
+        "in generation_config.json"
     )
 
 

@@ -35,16 +35,16 @@ class ModelSourceError(UserError):
 def model_directory(path: str, key: str, *, config_alone: bool = False) -> str:
     """Returns the local directory of a model, after fetching the model if `path` is no directory.
 
-    path: a directory; ORGANISATION/NAME or hf://ORGANISATION/NAME, with @REVISION or without, or its page, of the
-        Hugging Face hub (HF_ENDPOINT: another); or a directory at a URL that `copy_to_local` knows.
+    path: a directory, with ~ for the user's; ORGANISATION/NAME or hf://ORGANISATION/NAME, with @REVISION or without, or
+        its page, of the Hugging Face hub (HF_ENDPOINT: another); or a directory at a URL that `copy_to_local` knows.
     key: the key of the configuration, or the argument of the command, for messages.
     config_alone: only config.json is fetched.
     Models from the hub are kept in its cache (HF_HOME), where processes wait for each other and an interrupted download
     continues; large files are compared with the SHA-256 that the hub states.
     Raises ModelSourceError, or the DataError of a URL.
     """
-    if Path(path).expanduser().is_dir():
-        return path
+    if os.path.isdir(directory := os.path.expanduser(path)):
+        return directory
     if (failure := _failures.get((path, key))) is not None:
         raise failure
     if (named := hub_name(path)) is not None:

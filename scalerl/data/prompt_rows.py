@@ -118,7 +118,7 @@ def check_ground_truth(reward: dict[str, Any], row: int, column: str, problems: 
 
 
 def no_answer(truth: Any) -> str | None:
-    """What in a ground truth is no answer (a number that is none, bytes), at any depth; None if there is nothing."""
+    """The first part of a ground truth, at any depth, that is no answer (NaN, infinite, bytes), as text; else None."""
     if isinstance(truth, dict):
         return next((what for item in truth.values() if (what := no_answer(item)) is not None), None)
     if isinstance(truth, list | tuple | np.ndarray):

@@ -155,7 +155,7 @@ def _tokenize(
     unknown: UnknownText,
 ) -> tuple[list[tuple[list[int], list[int]]] | None, list[str]]:
     """Tokens and loss mask of the conversations that a row becomes, or None with the reason added to `problems`; and
-    what of the row's text is unknown (`UnknownText.find`).
+    the pieces of its text that the tokenizer has no token for (`UnknownText.find`).
 
     It is one, with all turns, if the tokens through each turn are a prefix of the whole's.
     """

@@ -32,6 +32,7 @@ YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all
 DENSE_YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 LATENT_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _ORIGINAL = "original_max_position_embeddings"
+_ROPE_NUMBERS = {"rope_theta", "partial_rotary_factor", *LLAMA3_ROPE_KEYS, *YARN_ROPE_KEYS}
 # Integers that a model may have as 0, and as null: none.
 _MAY_BE_ZERO = ("first_k_dense_replace", "n_shared_experts")
 _MAY_BE_NULL = ("q_lora_rank", "sliding_window")
@@ -243,7 +244,8 @@ def _missing_or_bad(config: Mapping[str, Any], family: Family) -> list[str]:
         value = config.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             problems.append(f"{key} is missing" if value is None else f"{key} is {value!r}, not a positive integer")
-    return problems + [problem for key in family.defaults if (problem := _bad_type(key, config[key], family))]
+    problems += [problem for key in family.defaults if (problem := _bad_type(key, config[key], family))]
+    return problems + _bad_rope(config)
 
 
 def _bad_type(key: str, value: Any, family: Family) -> str | None:
@@ -261,6 +263,22 @@ def _bad_type(key: str, value: Any, family: Family) -> str | None:
         fits = type(value) is type(default) or (key == "rope_theta" and type(value) is int)
         kind = _KINDS[type(default)]
     return None if fits else f"{key} is {value!r}, not {kind}"
+
+
+def _bad_rope(config: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the types of the rotary embedding's entries, one sentence per problem."""
+    problems = []
+    for section in ("rope_scaling", "rope_parameters"):
+        entries = config.get(section) or {}
+        if not isinstance(entries, dict):
+            problems.append(f"{section} is {entries!r}, not an object")
+            continue
+        for key, value in entries.items():
+            if key in _ROPE_NUMBERS and value is not None and type(value) not in (int, float):
+                problems.append(f"{section}.{key} is {value!r}, not a number")
+            elif key in ("rope_type", "type") and not isinstance(value, str | None):
+                problems.append(f"{section}.{key} is {value!r}, not a text")
+    return problems
 
 
 def _rope(

@@ -84,8 +84,8 @@ class HFWeights:
             weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a safetensors index: {error!r}") from None
-        others = sorted(set(weight_map.values()) - {SINGLE_NAME})
-        if others and (self.dir / SINGLE_NAME).is_file():
+        if set(weight_map.values()) != {SINGLE_NAME} and (self.dir / SINGLE_NAME).is_file():
+            others = sorted(set(weight_map.values()) - {SINGLE_NAME}) or ["no file"]
             raise ValueError(
                 f"{self.dir} has {SINGLE_NAME}, which transformers reads, and an {INDEX_NAME} that names "
                 f"{', '.join(others[:3])}, which SGLang reads; take away what is left over of another save"

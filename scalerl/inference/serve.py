@@ -137,7 +137,7 @@ def _launch(arguments: argparse.Namespace) -> Launch:
     from scalerl.data.model_source import model_directory
     from scalerl.runtime.device import resolve_device
 
-    model = Path(model_directory(arguments.model, "MODEL")).expanduser().resolve()
+    model = Path(model_directory(arguments.model, "MODEL")).resolve()
     positions = _positions(model)
     device = resolve_device(arguments.device)
     context = arguments.context or min(positions, CONTEXT[device])

@@ -72,7 +72,7 @@ def _model(path: str | None) -> Path:
 
     from scalerl.data.model_source import model_directory
 
-    return Path(model_directory(path, "--model")).expanduser().resolve()
+    return Path(model_directory(path, "--model")).resolve()
 
 
 def _write(directory: Path, files: dict[str, str]) -> None:

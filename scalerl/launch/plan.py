@@ -124,6 +124,7 @@ def make_plan(arguments: Sequence[str]) -> Plan:
             errors.violations.extend(container_violations(slurm, slurm.container == "pyxis" and has_pyxis()))
         except SlurmError as error:
             # A controller that is away is no mistake of the user's, and hides none.
+            errors.violations.extend(time_violations(slurm))
             if not errors.violations:
                 raise
             errors.violations.append(f"{error}; the partition was not checked")
@@ -312,19 +313,22 @@ def job_size_violations(slurm: SlurmConfig, pools: Sequence[Pool], num_nodes: in
         yield f"slurm.nodes = {slurm.nodes}: the run has {most} nodes ({keys}); set slurm.nodes={most}"
 
 
+def time_violations(slurm: SlurmConfig) -> Iterator[str]:
+    """Yields what is wrong with the job's time on any partition."""
+    try:
+        if slurm.time is not None and seconds_of(slurm.time) <= slurm.notice_s:
+            yield (
+                f"slurm.notice_s = {slurm.notice_s}: not below slurm.time={slurm.time}; set it to what a step and a "
+                "checkpoint take"
+            )
+    except UserError as error:
+        yield f"slurm.time = {error}"
+
+
 def partition_violations(slurm: SlurmConfig, num_nodes: int, known: Sequence[Partition]) -> Iterator[str]:
     """Yields what breaks a limit of the partition; whether it has such nodes, Slurm says (sbatch --test-only)."""
-    time_s = None
-    if slurm.time is not None:
-        try:
-            time_s = seconds_of(slurm.time)
-        except UserError as error:
-            yield f"slurm.time = {error}"
-    if time_s is not None and time_s <= slurm.notice_s:
-        yield (
-            f"slurm.notice_s = {slurm.notice_s}: not below slurm.time={slurm.time}; set it to what a step and a "
-            "checkpoint take"
-        )
+    wrong_time = list(time_violations(slurm))
+    yield from wrong_time
     partition = chosen_partition(slurm, known)
     if partition is None:
         names = ", ".join(sorted(each.name for each in known)) or "none"
@@ -342,9 +346,10 @@ def partition_violations(slurm: SlurmConfig, num_nodes: int, known: Sequence[Par
             f"slurm.nodes = {num_nodes}{spare}: a job of partition {partition.name} has {most} at most; make the run "
             "smaller"
         )
-    if time_s is not None and partition.max_time_s is not None and time_s > partition.max_time_s:
+    most_s = partition.max_time_s
+    if slurm.time is not None and most_s is not None and not wrong_time and seconds_of(slurm.time) > most_s:
         yield (
-            f"slurm.time = {slurm.time}: partition {partition.name} allows {partition.max_time_s // 60} minutes; ask "
+            f"slurm.time = {slurm.time}: partition {partition.name} allows {most_s // 60} minutes; ask "
             "for that, the job is saved and requeued at its end"
         )
 

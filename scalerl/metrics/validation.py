@@ -61,7 +61,7 @@ def source_metrics(
     All arguments [S], one entry per response; responses to one prompt share (data_source, uid). extras: the other
     values that the reward function returned. failed: the responses without a score, whose values count as wrong
     (`failed_samples`; their scores do already). Variables: `reward` (the score), and each extra that is a number in
-    every response of the data source that has a score.
+    every response of the data source that has a score; one that is called `reward`, too, is `extra/reward`.
 
     N is the largest number of responses to a prompt; n and k are 2, 4, 8, ... below N, and N. Each value is a mean over
     prompts, every prompt counting once, of
@@ -118,8 +118,8 @@ class _Source:
         for name in dict.fromkeys(key for extra in self.extras for key in extra):
             values = [extra.get(name) for extra in self.extras]
             # A reward's result has finite numbers only (`rewards.ScoreResult`).
-            if name not in variables and all(isinstance(value, int | float) for value in values):
-                variables[name] = np.array(values, dtype=np.float64)
+            if all(isinstance(value, int | float) for value in values):
+                variables[f"extra/{name}" if name == REWARD else name] = np.array(values, dtype=np.float64)
         return variables
 
     def _votes(self) -> list[np.ndarray] | None:

@@ -26,8 +26,8 @@ for _test in _tests:
     exec(_test, globals())
 print(_word, flush=True)
 """
-# Calls a function of the program, which is in stdin beside the arguments. What the program prints is no result, and
-# what it reads is empty. The modules are those that sites whose tasks name a function import for their solutions.
+# Calls a function of the program; stdin holds the program and the arguments. The program's own output is dropped, and
+# its stdin is empty. Solutions omit the import of these modules where a site's tasks name a function.
 _CALL = """
 import io as _io, json as _json, os as _os, sys as _sys
 _task = _json.load(_sys.stdin)
@@ -65,7 +65,7 @@ def compute_score(solution_str: str, ground_truth: Any, limits: SandboxLimits | 
         not empty. Decimals may differ by ABSOLUTE_TOLERANCE or RELATIVE_TOLERANCE.
       {"fn_name": str, "inputs": [[argument, ...], ...], "outputs": [value, ...]}: one call for each, of the function or
         of that method of a class Solution; the value equals, as JSON, decimals as above. An input may be text with the
-        JSON of an argument on each line, and its output the JSON of the value; a value may be in a list of its own.
+        JSON of an argument on each line, and its output the JSON of the value; [value] stands for the value, too.
       {"asserts": [str, ...]}: Python statements, run after the program in its process. A program that tries to cheat
         can pass them (by redefining what they call): prefer the others if you can.
     Limits: SandboxLimits for each run, TOTAL_TIME_S for all of them.

@@ -22,7 +22,9 @@ class PrimeRewardManager(NaiveRewardManager):
     """
 
     def _new_caller(self) -> RewardCaller:
-        target = f"{self._function.path or 'scalerl.rewards.default_score'}:{self._function.name}"
+        # The comma says that the process returns values by name, of one name too.
+        name = "".join(f"{each}," for each in self._function.weights) or self._function.name
+        target = f"{self._function.path or 'scalerl.rewards.default_score'}:{name}"
         self._pool = ProcessPool(target, min(NUM_THREADS, os.cpu_count() or 1), user_files=imported_files())
         called = RewardFunction(self._call, self._function.name, self._function.path)
         # The pool enforces the deadline. A thread also waits until a process is free and has started.

@@ -57,8 +57,10 @@ def _load(target: str, user_files: list[str]) -> tuple[Callable[..., Any], str |
     from scalerl.user_code import import_file
 
     module = import_file(Path(source), "custom_reward_function.path")
-    functions = {each: getattr(module, each) for each in name.split(",")}
-    return functions[name] if name in functions else FunctionsAsOne(functions), source
+    *several, single = name.split(",")
+    if several:
+        return FunctionsAsOne({each: getattr(module, each) for each in several}), source
+    return getattr(module, single), source
 
 
 def _call(function: Callable[..., Any], path: str | None, arguments: dict[str, Any], loop: Any) -> tuple[str, Any]:

@@ -130,7 +130,8 @@ def load_reward_function(config: CustomRewardFunctionConfig, arguments: tuple[st
         module = import_file(path, "custom_reward_function.path")
     except UserCodeError as error:
         raise RewardError(str(error)) from error
-    functions = {name: _find(module, name, path) for name in weights or (config.name,)}
+    key = "custom_reward_function.weights" if weights else "custom_reward_function.name"
+    functions = {name: _find(module, name, path, key) for name in weights or (config.name,)}
     for name, fn in functions.items():
         _check_signature(fn, name, path, reward_kwargs, arguments)
     kind = BatchRewardFunction if arguments == BATCH_ARGUMENTS else RewardFunction
@@ -138,24 +139,20 @@ def load_reward_function(config: CustomRewardFunctionConfig, arguments: tuple[st
     return kind(fn, ",".join(functions), str(path.resolve()), reward_kwargs, weights)
 
 
-def _find(module: ModuleType, name: str, path: Path) -> Callable[..., Any]:
+def _find(module: ModuleType, name: str, path: Path, key: str) -> Callable[..., Any]:
+    """The function of a name that the key `key` has."""
     if not hasattr(module, name):
-        public = [key for key, value in defined_in(module).items() if callable(value)]
+        public = [name for name, value in defined_in(module).items() if callable(value)]
         near = difflib.get_close_matches(name, public, n=1)
         raise RewardError(
             f"custom_reward_function.path={path} does not define '{name}' "
-            f"(it defines: {', '.join(public) or 'nothing'}); "
-            + (
-                f"set custom_reward_function.name={near[0]}"
-                if near
-                else "set custom_reward_function.name, or the names in custom_reward_function.weights, to functions"
-            )
+            f"(it defines: {', '.join(public) or 'nothing'}); write {near[0] if near else 'one of these'} in {key}"
         )
     fn = getattr(module, name)
     if not callable(fn):
         raise RewardError(
             f"'{name}' in custom_reward_function.path={path} is {type(fn).__name__}, not a function; "
-            "set custom_reward_function.name to a function"
+            f"write the name of a function in {key}"
         )
     return fn
 

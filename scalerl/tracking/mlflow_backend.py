@@ -75,8 +75,9 @@ class MlflowBackend:
         except Exception as error:
             raise TrackingStartError(
                 f"trainer.logger has mlflow, but {safe_uri(self.tracking_uri)} could not be used: "
-                f"{first_line(error)}. Correct trainer.mlflow_tracking_uri (null: a SQLite file in "
-                "trainer.default_local_dir), or take mlflow out of trainer.logger"
+                f"{first_line(error)}. Correct trainer.mlflow_tracking_uri (null: the variable "
+                "MLFLOW_TRACKING_URI, without it an SQLite file in trainer.default_local_dir), or take mlflow out of "
+                "trainer.logger"
             ) from error
         _report_other_spools(run.run_dir, self.run_id)
 

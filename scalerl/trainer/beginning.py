@@ -60,6 +60,8 @@ def is_directory_or_free(path: str) -> bool:
 
 def run_directory_violation(path: str) -> str | None:
     """What is wrong with trainer.default_local_dir; None if a run may have its directory there."""
+    if path.startswith("~"):
+        return f"trainer.default_local_dir = {path}: ~ is no directory here; write {os.path.expanduser(path)}"
     if is_directory_or_free(path):
         return None
     return (

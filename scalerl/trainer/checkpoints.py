@@ -65,7 +65,7 @@ class Resumed:
         return int(self.state.get("step", 0))
 
     def mlflow_run_in(self, run_dir: Path) -> str | None:
-        """The MLflow run that goes on in a run's directory; None for a checkpoint of another directory."""
+        """The MLflow run to continue in a run directory; None for a checkpoint of another directory."""
         if self.directory is None or self.directory.resolve().parent != run_dir.resolve():
             return None
         return self.state.get("mlflow_run_id")

@@ -195,10 +195,10 @@ def tokenizer_violations(
 
     key: the model's, for messages.  Warns of a chat template that ends an answer with a token that ends no response.
     """
-    from scalerl.data.chat import end_that_is_none, ordinary_ends
+    from scalerl.data.chat import ordinary_ends, template_without_end
 
     yield from (f"{key} = {path}: {problem}" for problem in ordinary_ends(tokenizer, shape.eos_token_ids))
-    if tokenizer.chat_template and (line := end_that_is_none(tokenizer, shape.eos_token_ids, template_options)):
+    if line := template_without_end(tokenizer, shape.eos_token_ids, template_options):
         log.warning("%s = %s: %s", key, path, line)
     word, token = _last_word(tokenizer)
     vocab_size = shape.vocab_size

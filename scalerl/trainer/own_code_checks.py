@@ -20,7 +20,7 @@ from scalerl.rewards.trial import TRIAL_RESPONSE
 from scalerl.rollout.program import Ask, Program, Servers, Tools, Trajectory, run_program
 from scalerl.servers.requests import GenerateOutput, SamplingParams
 from scalerl.trainer.step_advantages import GREEDY_SCORE
-from scalerl.user_code import UserCodeError, is_users_own
+from scalerl.user_code import UserCodeError, is_users_own, place_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,8 +79,8 @@ async def _samples(
 def _try_estimator(
     cfg: PPOConfig, estimator: AdvantageEstimator, prompts: Sequence[PromptRow], trajectories: Sequence[Trajectory]
 ) -> None:
-    """Calls the estimator on a batch of these samples, of which every second one is right."""
-    scores = [ScoreResult(float(place % 2)) for place in range(len(prompts))]
+    """Calls the estimator on a batch of these samples: every second one of the first group is right, and all others."""
+    scores = [ScoreResult(float(place % 2 or place >= len(prompts) // NUM_GROUPS)) for place in range(len(prompts))]
     batch = to_batch(trajectories, prompts, scores, list(range(len(prompts))))
     columns = _columns(cfg, batch)
     if missing := [name for name in estimator.needs if name not in columns]:
@@ -96,9 +96,15 @@ def _try_estimator(
     if estimator.per_token:
         tensors = {name: torch.as_tensor(column) for name, column in needed.items()}
         rewards_T = rewards_at_last_token(torch.tensor(scores_S, dtype=torch.float32), mask.values, mask.cu_seqlens)
-        estimator(rewards_T, mask.values, mask.cu_seqlens, cfg.algorithm, **tensors)
+        results = estimator(rewards_T, mask.values, mask.cu_seqlens, cfg.algorithm, **tensors)
+        results = [result[mask.values] for result in results]
     else:
-        estimator(torch.tensor(scores_S), batch.samples["uid"], cfg.algorithm, **needed)
+        results = [estimator(torch.tensor(scores_S), batch.samples["uid"], cfg.algorithm, **needed)]
+    if not all(result.isfinite().all() for result in results):
+        raise UserCodeError(
+            f"algorithm.adv_estimator: {place_of(estimator.function)} returned a number that is not finite for the "
+            f"scores {scores_S.tolist()} of {NUM_GROUPS} groups; those of one group are often equal"
+        )
 
 
 def _columns(cfg: PPOConfig, batch: DataProto) -> dict[str, Any]:

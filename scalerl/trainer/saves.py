@@ -142,13 +142,13 @@ class Saves:
         """Records the validation of a step. Raises UserError when it lacks trainer.best_ckpt_metric.
 
         Of several metrics that match a name with * their mean counts. A validation that lacks it because samples failed
-        is no one's best.
+        is not compared with others.
         """
         if self._metric is None:
             return
         values = [validation[name] for name in checkpoints.matching(self._metric, validation)]
         if not values and any(validation[name] for name in checkpoints.matching(f"*/{NUM_FAILED}", validation)):
-            # Where every response of a data source failed, nothing tells what there is beside the score.
+            # Every response of a data source failed: there are no values beside their scores.
             return
         if not values:
             raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import statistics
 from pathlib import Path
@@ -49,8 +50,13 @@ def run_dir(inputs: Inputs, kept: Kept, tmp_path_factory: pytest.TempPathFactory
         "trainer.log_val_generations=100",
         f"trainer.total_training_steps={STEPS}",
     )
+    warnings, handler = [], logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("scalerl").addHandler(handler)
     finished = kept.train(arguments)
+    logging.getLogger("scalerl").removeHandler(handler)
     assert finished.code == 0, finished.tail()
+    assert sum("TimeoutError: the verifier did not end" in line for line in warnings) == 1, "each cause once"
     return directory / "run"
 
 
@@ -62,6 +68,7 @@ def test_a_step_learns_nothing_from_what_failed(run_dir: Path) -> None:
         for row in rows:
             kind, over = kind_of(row["response"]), max(0, row["response_length"] - (MAX_LENGTH - BUFFER))
             assert row["reward_failed"] == (kind == "failed")
+            assert ("TimeoutError: the verifier did not end" in row["reward_error"]) == (kind == "failed")
             assert row["score"] == (1.0 if kind == "right" else -1.0), "raw"
             assert row["reward_penalty"] == pytest.approx(0.0 if kind == "failed" else -over / BUFFER)
             groups.setdefault(row["uid"], []).append(row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -39,6 +40,8 @@ from scalerl.user_code import absolute
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 GENERATION_TIMEOUT = "actor_rollout_ref.rollout.generation_timeout_s"
 
@@ -86,6 +89,8 @@ class HybridRollout:
         self.num_restarts = self.num_judge_restarts = 0
         # Samples asked again since that call.
         self.num_resubmitted = 0
+        # Why samples failed, as far as it was said.
+        self.said: set[str] = set()
         self.numbers = itertools.count()
         nodes = [plan.nodes[0] for plan in plan_replicas(servers.pool, self.rollout)]
         shares = share_servers(len(nodes), self.rollout.num_workers or default_num_workers(len(nodes)))
@@ -178,12 +183,29 @@ class HybridRollout:
         generated, held = self._result(generation)
         samples = generated.samples
         failed = samples["reward_failed"]
+        self._say_why_failed(samples)
         samples = samples | {"score": as_wrong(samples["score"], samples["data_source"], failed)}
         metrics = {
             "timing_s/gen/reward_wait": Metric(generated.reward_wait_s, "max"),
             "reward/num_failed": Metric(float(failed.sum()), "sum"),
         }
         return Finished(BatchRef(held, samples), metrics, generated.unfinished)
+
+    def _say_why_failed(self, samples: Mapping[str, np.ndarray]) -> None:
+        """Logs why the first failed sample has no score, where no earlier one had the same cause."""
+        failed_rows = np.flatnonzero(samples["reward_failed"])
+        causes = samples["reward_error"][failed_rows[:1]].tolist()
+        if self.said.issuperset(causes):
+            return
+        self.said.update(causes)
+        log.warning(
+            "%d of %d samples have no score and count as wrong (reward_model.on_error=zero); the first, of prompt %d: "
+            "%s",
+            len(failed_rows),
+            len(samples["reward_failed"]),
+            samples["prompt_uid"][failed_rows[0]],
+            *causes,
+        )
 
     def _result(self, generation: Generation) -> tuple[GeneratedBatch, HeldRows]:
         """Waits for a generation. Servers that are lost meanwhile are replaced."""

@@ -44,6 +44,7 @@ def to_batch(
         "data_source": [p.data_source for p in prompts],
         "reward_style": [p.reward_style for p in prompts],
         "reward_extra": [result.extra for result in results],
+        "reward_error": [result.error or "" for result in results],
     }.items():
         samples[name] = np.empty(len(trajectories), dtype=object)
         samples[name][:] = values

@@ -49,6 +49,8 @@ def split_rows(train: Rows, val: Rows, val_size: int | None, seed: int) -> Split
     dropped: dict[str, int] = {}
     val = _first_of_each(val, set(), dropped)
     train = _first_of_each(train, set(map(_key, val)), dropped)
+    if not train:
+        raise DataError(["no training rows; give a training file with --local"])
     if val_size is not None:
         if val:
             raise DataError(["--val-size is for data without validation files, and there are some; leave one out"])
@@ -57,8 +59,6 @@ def split_rows(train: Rows, val: Rows, val_size: int | None, seed: int) -> Split
         taken = {i for _, i in sorted((_rank(row, seed), i) for i, row in enumerate(train))[:val_size]}
         val = [row for i, row in enumerate(train) if i in taken]
         train = [row for i, row in enumerate(train) if i not in taken]
-    if not train:
-        raise DataError(["no training rows; give a training file with --local"])
     if not val:
         raise DataError(["no validation rows; give a file with --val, or take rows out with --val-size N"])
     for name, rows in ((TRAIN, train), (VAL, val)):

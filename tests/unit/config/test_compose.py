@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import shlex
 from importlib import resources
 from pathlib import Path
 
@@ -470,6 +471,18 @@ def test_the_error_numbers_its_violations_and_survives_pickling():
     copy = pickle.loads(pickle.dumps(error))
     assert copy.violations == error.violations and str(copy) == str(error)
     assert isinstance(error, UserError) and isinstance(error, ValueError)
+
+
+def test_a_key_without_default_that_cannot_be_resolved_is_named():
+    (violation,) = violations("ppo", *PPO, "data.val_files='${oc.env:NO_SUCH_VARIABLE}/b.parquet'")
+    assert violation.startswith("data.val_files = ${oc.env:NO_SUCH_VARIABLE}/b.parquet: cannot be resolved")
+
+
+@pytest.mark.parametrize("text", ["a=b", "it's", 'a"b', "~x", "{a}", "$(date)", "a;b"])
+def test_text_with_a_special_character_is_shown_as_a_shell_takes_it(text):
+    (violation,) = violations("ppo", *PPO, f"trainer.experiment_name={text}")
+    (written,) = shlex.split(violation.partition("special characters: ")[2])
+    assert compose("ppo", [*PPO, written], rules=False).trainer.experiment_name == text
 
 
 def test_devices_are_the_machines_own_unless_given(monkeypatch):

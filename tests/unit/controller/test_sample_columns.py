@@ -104,6 +104,7 @@ def test_sample_columns() -> None:
         "data_source": ["source 30", "source 30", "source 10"],
         "reward_style": ["rule", "rule", "rule"],
         "reward_extra": [{"acc": 1}, {}, {}],
+        "reward_error": ["", "", "raised"],
     }
     assert samples["score"].dtype == "float64"
     # Strings as objects: numpy's fixed-width strings would be as wide as the longest.

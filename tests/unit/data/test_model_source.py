@@ -116,8 +116,10 @@ def test_names_of_the_hub_are_told_from_paths() -> None:
         assert hub_name(path) is None
 
 
-def test_directory_stays_and_one_at_a_url_is_copied(tmp_path: Path) -> None:
+def test_directory_stays_and_one_at_a_url_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
+    assert model_directory("~/model", "model.path") == str(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text("{}")
     assert model_directory(str(tmp_path / "model"), "model.path") == str(tmp_path / "model")
     copied = Path(model_directory(f"file://{tmp_path / 'model'}", "model.path"))

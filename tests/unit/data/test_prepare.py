@@ -228,6 +228,7 @@ def test_what_cannot_be_prepared(gsm8k, tmp_path, capsys):
     for arguments, text in (
         (["--local", gsm8k[0]], "no validation rows; give a file with --val"),
         (["--local", gsm8k[1]], "no training rows"),
+        (["--local", gsm8k[1], "--val-size", 1], "no training rows"),
         (["--local", *gsm8k, "--val-size", 1], "--val-size is for data without validation files"),
         (["--local", gsm8k[0], "--val-size", 2], "--val-size 2: give 1 to 1, of 2 different rows"),
         (["--local", tmp_path / "no.jsonl"], "no.jsonl does not exist"),

@@ -319,6 +319,7 @@ DIRECTORIES: dict[str, tuple[Callable[[Path], object], str | None]] = {
     "an index of the single file": (index_of_the_single_file, None),
     "an index of another save, with its shards": (left_over_shards, "model.safetensors.*index.json"),
     "an index of another save": (left_over_index, "model.safetensors.*index.json"),
+    "an index of nothing": (lambda path: write_index(path, {}), "names no file"),
     "a tensor in two shards": (lambda path: shards(path, num_extra=1), "model-2-of-2.safetensors too"),
     "integers for weights": (as_integers, "o_proj.weight is stored as I8"),
     "an adapter": (of_an_adapter, "adapter_config.json"),

@@ -137,7 +137,8 @@ def test_an_extra_counts_where_every_response_of_the_source_has_a_number():
 
 
 def test_an_extra_named_reward_does_not_take_the_place_of_the_score():
-    assert validation_metrics(["a"], [0], [1.0], [{"reward": 5.0}]) == {"val-core/a/reward/mean@1": 1.0}
+    both = {"val-core/a/reward/mean@1": 1.0, "val-aux/a/extra/reward/mean@1": 5.0}
+    assert validation_metrics(["a"], [0], [1.0], [{"reward": 5.0}]) == both
 
 
 def test_several_responses_are_grouped_by_prompt_in_any_order():

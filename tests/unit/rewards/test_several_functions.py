@@ -93,6 +93,16 @@ def test_one_that_fails_fails_the_sample_and_is_named(scores_of, form, words):
     assert failed.score == 0.0 and words in failed.error and failed.extra == {}
 
 
+@pytest.mark.parametrize(
+    ("manager", "source"),
+    [(manager, EACH.format(correct_def=SYNC, form_def=ASYNC)) for manager in ("naive", "prime")] + [("batch", BATCH)],
+    ids=["naive", "prime", "batch"],
+)
+def test_weights_of_one_function_are_weights_too(scores_of, manager, source):
+    (right,) = scores_of(source, "4", manager=manager, weights={"form": 0.5})
+    assert (right.score, right.extra) == (1.0, {"form": 2.0})
+
+
 def test_a_batch_of_another_length_is_named(scores_of):
     source = BATCH.replace("return [2.0 if", "return [1.0] + [2.0 if")
     with pytest.raises(RewardError, match="form returned list of 2 for 1 samples"):
@@ -104,7 +114,7 @@ def test_weights_that_name_nothing(tmp_path):
     path.write_text(EACH.format(correct_def=SYNC, form_def=SYNC))
     for config, words in (
         ({"path": None, "weights": WEIGHTS}, "custom_reward_function.path is not"),
-        ({"path": str(path), "weights": {"corect": 1.0}}, "does not define 'corect'"),
+        ({"path": str(path), "weights": {"corect": 1.0}}, "write correct in custom_reward_function.weights"),
         ({"path": str(path), "weights": WEIGHTS, "name": "form"}, "custom_reward_function.name=form"),
         ({"path": str(path), "weights": WEIGHTS, "reward_kwargs": {"other": 1}}, "'other'"),
     ):

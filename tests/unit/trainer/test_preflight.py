@@ -453,6 +453,14 @@ def test_a_run_directory_that_is_a_file_is_said_with_its_key(directory: Path, be
     assert violation.startswith(f"trainer.default_local_dir = {path}: it or a part of its path is a file; give")
 
 
+def test_a_run_directory_of_the_users_home_is_written_out(directory: Path) -> None:
+    """Else a run would make a directory of the name ~."""
+    with pytest.raises(ConfigError) as error:
+        check_ppo(config(directory, "qwen3", "embedded", 0, "trainer.default_local_dir='~/run'"), "cpu")
+    (violation,) = error.value.violations
+    assert violation.startswith("trainer.default_local_dir = ~/run: ") and violation.endswith(str(Path.home() / "run"))
+
+
 def test_fields_of_megatrons_configs_are_checked_against_megatron(directory: Path) -> None:
     section = "actor_rollout_ref.actor.megatron.override_transformer_config"
     cfg = config(
@@ -630,12 +638,12 @@ from scalerl.algorithms import register_adv_est, register_token_adv_est
 
 @register_adv_est("own_s", needs=({needs}))
 def own_s(scores_S, uids_S, config, **columns):
-    assert sorted(scores_S.tolist()) == [0, 0, 1, 1] and len(set(uids_S)) == 2
+    assert scores_S.tolist() == [0, 1, 1, 1] and len(set(uids_S)) == 2
     return {s}
 
 @register_token_adv_est("own_t", needs=("old_logprobs",))
 def own_t(rewards_T, response_mask_T, cu_seqlens, config, old_logprobs):
-    assert rewards_T.sum() == 2 and rewards_T.shape == response_mask_T.shape == old_logprobs.shape
+    assert rewards_T.sum() == 3 and rewards_T.shape == response_mask_T.shape == old_logprobs.shape
     return {t}
 """
 
@@ -677,6 +685,12 @@ def test_a_program_and_an_estimator_that_are_right_pass_their_trial(directory: P
             {"needs": "'entropies',"},
             ["algorithm.adv_estimator=own_s needs entropies, which this run does not"],
         ),
+        (
+            "own_s",
+            {"s": "scores_S / (scores_S - 1)"},
+            ["estimator.py:4", "not finite", "[0.0, 1.0, 1.0, 1"],
+        ),
+        ("own_t", {"t": "(rewards_T, rewards_T / rewards_T)"}, ["not finite"]),
         ("own_x", {}, ["algorithm.adv_estimator='own_x'", "no such advantage estimator"]),
         ("own_t", {"t": "rewards_T"}, ["must return two tensors"]),
         ("own_t", {"t": "(rewards_T, missing)"}, ["NameError", "estimator.py:12"]),
