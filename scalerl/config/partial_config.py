@@ -17,7 +17,7 @@ from scalerl.config.companions import COMPANIONS
 from scalerl.config.keys import defaults_of, fresh_defaults, key_table
 from scalerl.config.value_checks import show
 from scalerl.config.verl import Translation, Translator
-from scalerl.config.written import as_text, texts_of_override
+from scalerl.config.written import as_text, misread, texts_of_override
 
 # OmegaConf parses an interpolation each time that its key is read, and a configuration has a hundred: most of the time
 # that it takes to resolve one. What it makes of a text is the same each time, and nothing writes into it.
@@ -107,7 +107,11 @@ class PartialConfig:
         elif kind == "unknown":
             self._reject(key, self.table.unknown(key, origin))
         elif kind != "section":
-            self._put_leaf(key, self.as_written(key, value, key), origin)
+            written = self.as_written(key, value, key)
+            if (other := misread(written, self._texts.get(key))) is not None:
+                text, read = other
+                self._reject(key, f"{key} = {text}: is {read} in YAML{origin}; write {read}, or '{text}' in quotes")
+            self._put_leaf(key, written, origin)
         elif isinstance(value, dict):
             for name, inner in value.items():
                 self.put(f"{key}.{name}", inner, origin)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
@@ -50,6 +51,20 @@ def as_text(value: Any, texts: Any) -> Any:
     if isinstance(value, list):
         return [as_text(*each) for each in zip(value, texts, strict=True)]
     return texts if isinstance(value, bool | int | float) else value
+
+
+def misread(value: Any, texts: Any) -> tuple[str, int | float] | None:
+    """The first number in a value that YAML reads in base 8 or 60 (0123, 12:30), as written and as read; else None.
+
+    value, texts: as those of `as_text`.
+    """
+    if isinstance(value, dict | list) and isinstance(texts, dict | list):
+        both = [of.values() if isinstance(of, dict) else of for of in (value, texts)]
+        return next((found for each in zip(*both, strict=True) if (found := misread(*each)) is not None), None)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isinstance(texts, str):
+        return None
+    is_octal = re.fullmatch(r"[-+]?0[0-7_]+", texts) is not None and int(texts.replace("_", "")) != value
+    return (texts, value) if is_octal or ":" in texts else None
 
 
 def quoted(text: str, quote: Quote = Quote.single) -> str:

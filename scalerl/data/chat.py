@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 # An answer that no chat template has in its own text.
 _ANSWER = "qz7answer7zq"
+# Templates write the words of these as they are.
+_SHOWN_ROLES = ("system", "developer", "user")
 
 
 def load_tokenizer(path: str | os.PathLike, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -137,6 +141,55 @@ def render(
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt, **given)
     assert isinstance(text, str)
     return text
+
+
+def left_out(conversation: Conversation, text: str, options: Mapping[str, Any] | None = None) -> str:
+    """What of a conversation its chat template did not write: a message of the system or the user, or a tool; else "".
+
+    text: what it rendered.  options: as those of `render`.  Thoughts of the assistant are left out by design, and
+    results of tools may be written in other characters.
+    """
+    for i, message in enumerate(conversation.messages):
+        role, content = message["role"], message.get("content")
+        if role in _SHOWN_ROLES and isinstance(content, str) and not _has(text, content):
+            return f"message {i} ({role})"
+    tools = conversation.tools or (options or {}).get("tools") or []
+    functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
+    names = [function.get("name") for function in functions if isinstance(function, dict)]
+    return next((f"tool {name}" for name in names if isinstance(name, str) and name not in text), "")
+
+
+def _has(text: str, content: str) -> bool:
+    """Whether a text has the content of a message, as it is, in JSON, or in other lines."""
+    if content.strip() in text or json.dumps(content, ensure_ascii=False)[1:-1] in text:
+        return True
+    return "".join(content.split()) in "".join(text.split())
+
+
+def unknown_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> str | None:
+    """The variables of data.chat_template_kwargs that the chat template never names, as a line; None without any."""
+    template = tokenizer.chat_template
+    text = " ".join(template.values()) if isinstance(template, dict) else template or ""
+    unknown = [name for name in options if not re.search(rf"\b{re.escape(str(name))}\b", text)]
+    if not unknown:
+        return None
+    return (
+        f"the chat template names no variable {', '.join(unknown)} (data.chat_template_kwargs), which changes nothing"
+    )
+
+
+class SpecialTokens:
+    """Finds special tokens in the text of messages: a tokenizer makes of them what the chat template's own become."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        names = sorted((re.escape(token) for token in tokenizer.all_special_tokens if token), key=len, reverse=True)
+        self._pattern = re.compile("|".join(names)) if names else None
+
+    def find(self, messages: Sequence[Mapping[str, Any]]) -> list[str]:
+        """The special tokens in the contents, in order and each as often as it is there."""
+        contents = (message.get("content") for message in messages)
+        text = "\n".join(content for content in contents if isinstance(content, str))
+        return [] if self._pattern is None else self._pattern.findall(text)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:

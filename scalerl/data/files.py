@@ -214,7 +214,7 @@ def json_records(path: str, problems: FileProblems) -> Iterator[tuple[int, Any]]
         if is_array or _is_one_object(path):
             try:
                 raw = file.read()
-                whole = json.loads(raw.decode("utf-8-sig"))
+                whole = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_unrepeated)
             except ValueError as error:
                 problems.add(f"a file that is not valid JSON ({error})", "write one array of objects, or one per line")
                 return
@@ -228,13 +228,22 @@ def json_records(path: str, problems: FileProblems) -> Iterator[tuple[int, Any]]
             if not text.strip():
                 continue
             try:
-                record = json.loads(text.decode("utf-8"))
+                record = json.loads(text.decode("utf-8"), object_pairs_hook=_unrepeated)
             except ValueError as error:
                 problems.add("a line that is not valid JSON", "correct it", row=row, value=f"line {number}: {error}")
             else:
                 if _is_text(text, record, row, problems):
                     yield row, record
             row += 1
+
+
+def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The dict of a JSON object's pairs. Raises ValueError for a key that occurs twice: a dict has the last value."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice")
+    return values
 
 
 def _is_text(raw: bytes, record: Any, row: int, problems: FileProblems) -> bool:

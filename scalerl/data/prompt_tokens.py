@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from scalerl.data.chat import Conversation, encode, render
+from scalerl.data.chat import Conversation, SpecialTokens, encode, left_out, render
 from scalerl.data.problems import DataError
 from scalerl.data.unknown_text import UnknownText
 
@@ -29,11 +29,14 @@ class Tokens(NamedTuple):
     """A prompt's token ids, int32.
 
     problem: the reason why the chat template refuses the messages, else "".  unknown: as `UnknownText.find` returns it.
+    left_out: as `chat.left_out` returns it.  special: the special tokens that the messages' text has.
     """
 
     input_ids: np.ndarray
     problem: str = ""
     unknown: Sequence[str] = ()
+    left_out: str = ""
+    special: Sequence[str] = ()
 
 
 class PromptTokenizer:
@@ -105,19 +108,22 @@ def tokenize(
     options: data.chat_template_kwargs.
     """
     refused: dict[int, str] = {}
-    texts = []
+    texts: list[str] = []
+    seen: list[tuple[str, list[str]]] = []
+    special = SpecialTokens(tokenizer)
     for number, prompt in enumerate(prompts):
         try:
-            texts.append(
-                render(tokenizer, prompt.messages, add_generation_prompt=True, options=options, tools=prompt.tools)
-            )
+            text = render(tokenizer, prompt.messages, add_generation_prompt=True, options=options, tools=prompt.tools)
         except Exception as error:  # a chat template is a program of the model's author: it raises anything
             refused[number] = f"{type(error).__name__}: {error}"
+        else:
+            texts.append(text)
+            seen.append((left_out(prompt, text, options), special.find(prompt.messages)))
     unknown = UnknownText(tokenizer)
     # Arrays, because lists of Python integers would take ten times the memory while other rows are read.
     tokens = (
-        Tokens(np.asarray(ids, np.int32), unknown=unknown.find(text, ids))
-        for text, ids in zip(texts, encode(tokenizer, texts), strict=True)
+        Tokens(np.asarray(ids, np.int32), "", unknown.find(text, ids), *more)
+        for text, ids, more in zip(texts, encode(tokenizer, texts), seen, strict=True)
     )
     nothing = np.empty(0, np.int32)
     return [Tokens(nothing, refused[number]) if number in refused else next(tokens) for number in range(len(prompts))]

@@ -156,9 +156,10 @@ class RLHFDataset:
         for rows, token_lists in tokenizer.each(checked()):
             if room == len(kept):
                 continue
-            for row, fields, (tokens, _, pieces) in _kept_of(rows, token_lists, columns.prompt, problems):
+            for row, fields, prompt in _kept_of(rows, token_lists, columns.prompt, problems):
                 if room == len(kept):
                     break
+                tokens = prompt.input_ids
                 num_tokens = len(tokens)
                 if num_tokens > config.max_prompt_length:
                     if config.filter_overlong_prompts:
@@ -170,7 +171,7 @@ class RLHFDataset:
                     tokens = np.asarray(
                         truncate(tokens.tolist(), config.max_prompt_length, config.truncation), np.int32
                     )
-                unknown.add(row, num_tokens, pieces)
+                unknown.add(row, num_tokens, prompt.unknown, prompt.left_out, prompt.special)
                 kept.append((tokens, num_tokens, fields))
         _add_overlong(overlong, columns.prompt, config.max_prompt_length, problems)
         unknown.report(file.name, columns.prompt, problems, allow=config.unknown_tokens == "allow")

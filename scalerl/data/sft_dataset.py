@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from scalerl.config.schema import SFTDataConfig
-from scalerl.data.chat import Conversation, encode, render, require_chat_template
+from scalerl.data.chat import Conversation, SpecialTokens, encode, left_out, render, require_chat_template
 from scalerl.data.files import DataFile, read_chunks, resolve_files
 from scalerl.data.messages import MessagesDigest, check_messages, check_tools
 from scalerl.data.problems import DataError, FileProblems
@@ -95,7 +95,7 @@ def _read_file(
     column = config.messages_key
     rows: list[list[tuple[np.ndarray, np.ndarray]]] = []
     overlong: dict[int, int] = {}
-    unknown, unknown_text = UnknownRows(), UnknownText(tokenizer)
+    unknown, unknown_text, special = UnknownRows(), UnknownText(tokenizer), SpecialTokens(tokenizer)
     for chunk in read_chunks(file.path, [column], problems, optional=[config.tools_key]):
         if problems.full:
             break
@@ -106,10 +106,11 @@ def _read_file(
             if messages is None or not _check_turns(messages, row, column, problems):
                 continue
             tools = check_tools(values.get(config.tools_key), row, config.tools_key, problems)
-            samples, pieces = _tokenize(Conversation(messages, tools), row, tokenizer, config, problems, unknown_text)
+            conversation = Conversation(messages, tools)
+            samples, pieces, missing = _tokenize(conversation, row, tokenizer, config, problems, unknown_text)
             if samples is None:
                 continue
-            unknown.add(row, len(samples[-1][0]), pieces)
+            unknown.add(row, len(samples[-1][0]), pieces, missing, special.find(messages))
             longest = max(len(tokens) for tokens, _ in samples)
             if longest > config.max_length and config.truncation == "error":
                 overlong[row] = longest
@@ -153,9 +154,10 @@ def _tokenize(
     config: SFTDataConfig,
     problems: FileProblems,
     unknown: UnknownText,
-) -> tuple[list[tuple[list[int], list[int]]] | None, list[str]]:
-    """Tokens and loss mask of the conversations that a row becomes, or None with the reason added to `problems`; and
-    the pieces of its text that the tokenizer has no token for (`UnknownText.find`).
+) -> tuple[list[tuple[list[int], list[int]]] | None, list[str], str]:
+    """Tokens and loss mask of the conversations that a row becomes, or None with the reason added to `problems`; the
+    pieces of its text that the tokenizer has no token for (`UnknownText.find`); and what of the row is left out
+    (`chat.left_out`).
 
     It is one, with all turns, if the tokens through each turn are a prefix of the whole's.
     """
@@ -172,7 +174,7 @@ def _tokenize(
     except Exception as error:  # a chat template is a program of the model's author: it raises anything
         problem = f"messages that the chat template refuses ({type(error).__name__}: {error})"
         problems.add(problem, "correct the messages, or use another template", row=row, column=column)
-        return None, []
+        return None, [], ""
     whole, *prefixes = encode(tokenizer, texts)
     samples = [(whole, [0] * len(whole))]
     # From the last turn to the first: a turn is learned where the most of what follows it is learned too.
@@ -189,12 +191,13 @@ def _tokenize(
                 "answer has no beginning; use another template (data.chat_template_path)"
             )
             problems.add(problem, advice, row=row, column=column)
-            return None, []
+            return None, [], ""
         end = _end_of_turn(through, start, tokenizer)
         samples[-1][1][start:end] = [1] * (end - start)
     # A turn whose thought the whole lacks has it in the text through it.
     pieces = max((unknown.find(text, ids) for text, ids in zip(texts, (whole, *prefixes), strict=True)), key=len)
-    return [(tokens, mask) for tokens, mask in reversed(samples) if any(mask)], pieces
+    missing = left_out(conversation, texts[0], config.chat_template_kwargs)
+    return [(tokens, mask) for tokens, mask in reversed(samples) if any(mask)], pieces, missing
 
 
 def _with_thought(message: dict[str, Any], before: str, through: str) -> str:

@@ -97,16 +97,27 @@ def unknown_in_messages(
 
 @dataclass
 class UnknownRows:
-    """Counts unknown tokens in the rows of a file."""
+    """Counts unknown tokens in the rows of a file, and notes what else of them the model reads in another way.
+
+    left_out: what the chat template does not write -> rows.  special: special token in the text of messages -> rows.
+    """
 
     num_tokens: int = 0
     num_unknown: int = 0
     pieces: dict[str, int] = field(default_factory=dict)
     rows: list[int] = field(default_factory=list)
+    left_out: dict[str, list[int]] = field(default_factory=dict)
+    special: dict[str, list[int]] = field(default_factory=dict)
 
-    def add(self, row: int, num_tokens: int, pieces: Iterable[str]) -> None:
-        """Counts a row.  pieces: as `UnknownText.find` returns them."""
+    def add(
+        self, row: int, num_tokens: int, pieces: Iterable[str], left_out: str = "", special: Iterable[str] = ()
+    ) -> None:
+        """Counts a row.  pieces: as `UnknownText.find` returns them.  left_out, special: as those of `Tokens`."""
         self.num_tokens += num_tokens
+        if left_out:
+            self.left_out.setdefault(left_out, []).append(row)
+        for token in dict.fromkeys(special):
+            self.special.setdefault(token, []).append(row)
         for piece in pieces:
             self.num_unknown += 1
             self.pieces[piece] = self.pieces.get(piece, 0) + 1
@@ -118,7 +129,27 @@ class UnknownRows:
         return f"{self.num_unknown} unknown tokens ({share:.2%} of {self.num_tokens}) for {shown_pieces(self.pieces)}"
 
     def report(self, name: str, column: str, problems: FileProblems, *, allow: bool) -> None:
-        """Adds the problem of the rows with unknown tokens, if there are any; allow: logs a line instead."""
+        """Adds the problems of the rows with unknown tokens or text that is left out; allow: logs lines instead.
+
+        Special tokens in the text are a line in any case.
+        """
+        for token, rows in self.special.items():
+            log.warning(
+                "%s: %s: the text of messages has the special token %r, which the model reads as such (a prompt that "
+                "a chat template has written already is written into one again: give its messages)",
+                name, shown_rows(rows), token,
+            )  # fmt: skip
+        for what, rows in self.left_out.items():
+            problem = f"{what}, which the chat template leaves out"
+            if allow:
+                log.warning("%s: %s: %s", name, shown_rows(rows), problem)
+                continue
+            advice = (
+                "the model would not see it: write it into a message that the template shows, take another template "
+                "(data.chat_template_path), or train without it by data.unknown_tokens=allow"
+            )
+            for row in rows:
+                problems.add(problem, advice, row=row, column=column)
         if allow and self.rows:
             log.warning("%s: %s: %s", name, shown_rows(self.rows), self)
             return

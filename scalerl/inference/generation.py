@@ -77,7 +77,7 @@ def read_prompts(
                 chunk, tokenize(tokenizer, conversations, cfg.data.chat_template_kwargs), strict=True
             ):
                 input_ids = _input_ids(tokens, row, cfg, problems)
-                unknown.add(row, len(tokens.input_ids), tokens.unknown)
+                unknown.add(row, len(tokens.input_ids), tokens.unknown, tokens.left_out, tokens.special)
                 sampling = _sampling(values.get("extra_info"), row, cfg, problems)
                 if input_ids is not None and sampling is not None:
                     prompts.append(Prompt(file.first + row, input_ids, sampling))

@@ -94,7 +94,13 @@ def check_generation(cfg: GenerationConfig) -> GenerationInputs:
     """Checks everything, and returns the inputs.  Raises ConfigError with every violation that was found."""
     from scalerl.cluster.ray_start import one_machine_violations
     from scalerl.data import load_tokenizer
-    from scalerl.data.chat import ordinary_ends, require_chat_template, template_without_end, use_chat_template
+    from scalerl.data.chat import (
+        ordinary_ends,
+        require_chat_template,
+        template_without_end,
+        unknown_options,
+        use_chat_template,
+    )
     from scalerl.data.files import resolve_files
     from scalerl.data.model_source import fetch_models
     from scalerl.data.tables import joined, output_problems, read_tables
@@ -125,6 +131,8 @@ def check_generation(cfg: GenerationConfig) -> GenerationInputs:
         eos_ids = errors.attempt(lambda: eos_token_ids(cfg.model.path)) or ()
         errors.violations.extend(f"model.path = {cfg.model.path}: {end}" for end in ordinary_ends(tokenizer, eos_ids))
         if line := template_without_end(tokenizer, eos_ids, cfg.data.chat_template_kwargs):
+            log.warning("model.path = %s: %s", cfg.model.path, line)
+        if line := unknown_options(tokenizer, cfg.data.chat_template_kwargs):
             log.warning("model.path = %s: %s", cfg.model.path, line)
     files = errors.attempt(lambda: resolve_files(cfg.data.path, cfg.data.cache_dir))
     tables = table = prompts = None

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from scalerl.metrics.failed_samples import CORRECT, PREDICTION, with_wrong_extras
+
+log = logging.getLogger(__name__)
 
 REWARD = "reward"
 NUM_FAILED = "num_failed"
@@ -33,7 +36,7 @@ def validation_metrics(
 
     In val-core: mean@N, best@N/mean, maj@N/mean and pass@N of the reward and of `acc`, N being the largest number of
     responses to a prompt of the data source; with `failed` also NUM_FAILED, their number, without a variable. Arguments
-    and errors as those of `source_metrics`.
+    and errors as those of `source_metrics`. Warns of an extra that is a number in some responses alone.
     """
     metrics: dict[str, float] = {}
     for source, variables in source_metrics(data_sources, uids, scores, extras, failed).items():
@@ -43,10 +46,32 @@ def validation_metrics(
             for name, value in values.items():
                 section = "val-core" if variable in (REWARD, CORRECT) and name in core else "val-aux"
                 metrics[f"{section}/{source}/{variable}/{name}"] = value
+    for line in _without_metric(data_sources, extras, failed):
+        log.warning(line)
     if failed is not None:
         counts = Counter(source for source, is_failed in zip(data_sources, failed, strict=True) if is_failed)
         metrics |= {f"val-core/{source}/{NUM_FAILED}": float(counts[source]) for source in dict.fromkeys(data_sources)}
     return metrics
+
+
+def _without_metric(
+    data_sources: Sequence[str] | np.ndarray,
+    extras: Sequence[Mapping[str, Any]] | np.ndarray | None,
+    failed: Sequence[bool] | np.ndarray | None,
+) -> Iterator[str]:
+    """A line for each extra that has no metric because only some of a data source's responses have the number."""
+    totals: Counter[str] = Counter()
+    numbers: Counter[tuple[str, str]] = Counter()
+    for i, (source, extra) in enumerate(zip(data_sources, [] if extras is None else extras, strict=False)):
+        if failed is None or not failed[i]:
+            totals[source] += 1
+            numbers.update((source, name) for name, value in extra.items() if isinstance(value, int | float))
+    for (source, name), count in numbers.items():
+        if count < totals[source]:
+            yield (
+                f"validation of {source}: {totals[source] - count} of {totals[source]} responses have no number "
+                f"{name!r} beside their score, so it has no metric; let the reward function return it with every score"
+            )
 
 
 def source_metrics(

@@ -22,11 +22,23 @@ def verify_latex(answer: str, reference: str) -> bool:
         raise ValueError(f"ground truth {reference!r} is no mathematics that math-verify reads")
     try:
         target = _parse(answer)
-        return bool(math_verify.verify(gold, target, timeout_seconds=None, raise_on_error=True))
+        equal = bool(math_verify.verify(gold, target, timeout_seconds=None, raise_on_error=True))
+        return equal and _agree_in_digits(gold, target)
     except MemoryError:
         raise
     except Exception:  # sympy raises errors of every kind for what it cannot compare
         return False
+
+
+def _agree_in_digits(gold: list, target: list) -> bool:
+    """False for two numbers that differ in their first 6 digits: math-verify compares 6 decimals, of 1e-9 too."""
+    if not all(parsed and getattr(parsed[0], "is_number", False) for parsed in (gold, target)):
+        return True
+    wanted, given = (parsed[0].evalf(30) for parsed in (gold, target))
+    # A zero has no digits (precision 1), nor has what is infinite or complex.
+    if any(getattr(number, "_prec", 0) <= 1 for number in (wanted, given)):
+        return True
+    return bool(abs(given - wanted) <= abs(wanted) * 5e-6)
 
 
 def _parse(latex: str) -> list:

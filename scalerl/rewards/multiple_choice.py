@@ -23,11 +23,12 @@ _LETTER = (
     r"|\((?P<small>[a-z])\)|(?P<last>[b-hj-z])(?=\.?[ \t]*(?:\n|$)))"
 )
 _KIND = r"(?:(?:option|choice|letter|answer)\s+)?"
+_SAID = r"(?:I\s+(?:think|believe)\s+)?(?:(?:it\s+is|it's)\s+)?"
 _NAMED = re.compile(
     r"(?:(?:answer(?:\s+choice)?|(?:correct|right|best|final)\s+(?:option|choice|letter))"
     r"(?:\s+(?:is|(?:must|would|should|will)\s+be)(?:\s+(?:clearly|therefore|thus))?)?"
     r"|答案[是为]?|réponse\s+est|respuesta\s+es|antwort\s+ist)"
-    rf"\s*[-–=:]?\s*(?:the\s+)?{_KIND}{_LETTER}"
+    rf"\s*[-–=:]?\s*{_SAID}(?:the\s+)?{_KIND}{_LETTER}"
     rf"|(?<!not )\b(?:choose|select|pick|go\s+with)\s+(?:the\s+)?{_KIND}(?-i:{_CAPITAL.format('chosen')})"
     r"|(?-i:(?<![\w'])\(?(?P<correct>[A-Z]|(?<=\()[a-z])\)?) is (?:the )?(?:correct|right|best|answer)\b"
     rf"|\b(?:so|thus|hence|therefore)[,:]?\s+(?:it\s+is\s+|it's\s+)?{_KIND}"
@@ -38,7 +39,7 @@ _NAMED = re.compile(
 _HEDGE = re.compile(
     r"\)?[ \t]*(?:\?|(?:,|/|&|\b(?:and|or)\b)?[ \t]*(?:(?:or|and|maybe)[ \t]+)*\(?[A-Z]\)?(?![\w'’])(?! [a-z]))"
 )
-_ALONE = re.compile(rf"[\s=>→-]*(?:it\s+is\s+|it's\s+)?{_KIND}{_LETTER}\s*[.:)]?\s*", re.IGNORECASE)
+_ALONE = re.compile(rf"[\s=>→-]*{_SAID}{_KIND}{_LETTER}\s*[.:)]?\s*", re.IGNORECASE)
 _OPTION = re.compile(r"[ \t]*\(?([A-Z])[.:)](?:[ \t].*)?")
 # "B", "(B)", "B: 12 km", "(B) 12", "Answer: B"; not "A, B", "2B".
 _IN_BOX = re.compile(

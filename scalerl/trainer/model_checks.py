@@ -193,12 +193,15 @@ def tokenizer_violations(
 ) -> Iterator[str]:
     """Yields why a model does not fit its own tokenizer: its embeddings, and the tokens that end a response.
 
-    key: the model's, for messages.  Warns of a chat template that ends an answer with a token that ends no response.
+    key: the model's, for messages.  Warns of a chat template that ends an answer with a token that ends no response,
+    and of template_options that it does not have.
     """
-    from scalerl.data.chat import ordinary_ends, template_without_end
+    from scalerl.data.chat import ordinary_ends, template_without_end, unknown_options
 
     yield from (f"{key} = {path}: {problem}" for problem in ordinary_ends(tokenizer, shape.eos_token_ids))
     if line := template_without_end(tokenizer, shape.eos_token_ids, template_options):
+        log.warning("%s = %s: %s", key, path, line)
+    if line := unknown_options(tokenizer, template_options or {}):
         log.warning("%s = %s: %s", key, path, line)
     word, token = _last_word(tokenizer)
     vocab_size = shape.vocab_size

@@ -45,8 +45,8 @@ class TrainingDataConfig(ChatConfig):
     # What to do with a prompt over max_prompt_length that was not filtered: refuse it, or cut off its left, right or
     # middle.
     truncation: str = key("error", one_of("error", "left", "right", "middle"))
-    # What to do with text that the tokenizer has no token for, which the model would not see: refuse the rows, or allow
-    # them, with a line that counts.
+    # What to do with text that the tokenizer has no token for, or that the chat template leaves out, which the model
+    # would not see: refuse the rows, or allow them, with a line that counts.
     unknown_tokens: str = key("error", one_of("error", "allow"))
 
 

@@ -51,11 +51,12 @@ class OwnColumns:
             parts = list(string.Formatter().parse(self.template))
         except ValueError as error:
             raise DataError([f"--template {self.template!r}: {error}; write {{{{ and }}}} for braces"]) from None
-        names = [name for _, name, _, _ in parts if name is not None]
-        # Attributes and items of a value are no columns.
-        if not names or any(not name or set(name) & set(".[") for name in names):
-            raise DataError([f"--template {self.template!r}: write {{column}} where the text of a column goes"])
-        return names
+        fields = [(name, written) for _, name, *written in parts if name is not None]
+        # Attributes and items of a value are no columns, and a format ({column:...}, {column!r}) changes its text.
+        if not fields or any(not name or set(name) & set(".[") or any(written) for name, written in fields):
+            advice = "write {column} where the text of a column goes, and {{ and }} for braces of the text"
+            raise DataError([f"--template {self.template!r}: {advice}"])
+        return [name for name, _ in fields]
 
     def row(self, row: int, record: dict[str, Any], problems: FileProblems) -> dict[str, Any] | None:
         """Converts a record to a row, or returns None with the reason added to `problems`.

@@ -537,6 +537,16 @@ def test_text_that_looks_like_a_number_keeps_its_characters(tmp_path, text):
     assert compose("ppo", [*files, "saved"], rules=False) == in_file
 
 
+def test_numbers_that_yaml_reads_in_another_base_are_refused(tmp_path):
+    """0123 is 83 and 12:30 is 750 in YAML 1.1; a command line reads 0123 as 123."""
+    kwargs = "{a: [1, {b: 12:30}], c: '010', d: 0x10, e: 1_0, f: 007, g: a:b}"
+    (tmp_path / "octal.yaml").write_text(f"data: {{seed: 0123}}\ncustom_reward_function: {{reward_kwargs: {kwargs}}}\n")
+    seed, kwarg = violations("ppo", *PPO, "--config-dir", str(tmp_path), "--config-name", "octal")
+    assert seed.startswith("data.seed = 0123: is 83 in YAML") and "octal.yaml" in seed
+    assert kwarg.startswith("custom_reward_function.reward_kwargs = 12:30: is 750 in YAML")
+    assert compose("ppo", [*PPO, "data.seed=0123"], rules=False).data.seed == 123
+
+
 def test_null_is_no_text():
     cfg = compose("ppo", [*PPO, "trainer.mlflow_tracking_uri=null", "trainer.resume_from_path=NULL"])
     assert (cfg.trainer.mlflow_tracking_uri, cfg.trainer.resume_from_path) == (None, None)

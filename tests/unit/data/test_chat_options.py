@@ -11,7 +11,7 @@ import pytest
 from scalerl.config import compose
 from scalerl.config.schema import DataConfig, SFTDataConfig
 from scalerl.data import DataError, RLHFDataset, SFTDataset, prompt_tokens
-from scalerl.data.chat import Conversation, use_chat_template
+from scalerl.data.chat import Conversation, unknown_options, use_chat_template
 from scalerl.data.files import resolve_files
 from scalerl.data.tables import read_tables
 from scalerl.inference.generation import read_prompts
@@ -195,3 +195,68 @@ def test_command_lines_take_single_variables(kind: str, given: list[str]) -> Non
     if kind == "ppo":
         same = compose(kind, [*given, "+data.apply_chat_template_kwargs.enable_thinking=False"])
         assert same.data.chat_template_kwargs == {"enable_thinking": False}
+
+
+LEFT_OUT = {
+    "message 0 (system)": {"messages": [{"role": "system", "content": "Be terse."}]},
+    "message 0 (developer)": {"messages": [{"role": "developer", "content": "Be terse."}]},
+    "tool add": {"tools": TOOLS},
+}
+
+
+@pytest.mark.parametrize("what", LEFT_OUT)
+def test_left_out_by_the_chat_template_is_a_problem_of_the_row(what, write, make_tokenizer, make_row, caplog) -> None:
+    """A message or a tool that a template does not write is one that the model would never see."""
+    tokenizer = make_tokenizer(
+        "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.role }} {{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant {% endif %}"
+    )
+    messages = [*LEFT_OUT[what].get("messages", []), {"role": "user", "content": "1 + 1"}]
+    tools = {"tools": LEFT_OUT[what]["tools"]} if "tools" in LEFT_OUT[what] else {}
+    prompts = write([make_row("0"), make_row() | {"prompt": messages} | tools], "prompts.jsonl")
+    chats = [{"messages": [*messages, {"role": "assistant", "content": "2"}]} | tools]
+    conversations = write(chats, "conversations.jsonl")
+    for read in (
+        lambda keys: RLHFDataset(prompts, tokenizer, DataConfig(**keys)),
+        lambda keys: SFTDataset(conversations, tokenizer, SFTDataConfig(train_files=None, **keys)),
+    ):
+        with pytest.raises(DataError) as error:
+            read({})
+        (problem,) = error.value.problems
+        assert what in problem and "data.unknown_tokens=allow" in problem
+        caplog.clear()
+        read({"unknown_tokens": "allow"})
+        assert what in caplog.text
+    caplog.clear()
+    cfg = compose("generation", ["model.path=m", "data.output_path=o.parquet", f"data.path={prompts}"])
+    read_prompts(read_tables(resolve_files(prompts, cfg.data.cache_dir)), cfg, tokenizer)
+    assert f"row 1: {what}" in caplog.text
+
+
+def test_left_out_is_not_what_a_template_writes_in_other_lines_or_in_json(write, make_tokenizer, make_row) -> None:
+    tokenizer = make_tokenizer(
+        "{% for m in messages %}{{ m.role }} {% if m.role == 'system' %}{{ m.content | tojson }}"
+        "{% else %}{{ m.content | trim | replace('\\n', ' ') }}{% endif %}<|end|>{% endfor %}"
+    )
+    messages = [{"role": "system", "content": 'Say "so"\nonly.'}, {"role": "user", "content": " 1\n+ 1 \n"}]
+    path = write([make_row() | {"prompt": messages}], "prompts.jsonl")
+    assert len(RLHFDataset(path, tokenizer, DataConfig())) == 1
+
+
+def test_special_tokens_in_the_text_of_messages_are_named(write, tokenizer, make_row, caplog) -> None:
+    """A prompt that was rendered before it was written to the file gets a second chat template around it."""
+    rendered = "<|start|>user\n1 + 1<|end|>\n<|start|>assistant\n"
+    RLHFDataset(write([make_row("0"), make_row(rendered)]), tokenizer, DataConfig())
+    lines = [line for line in caplog.messages if "row 1:" in line]
+    assert len(lines) == 2 and "'<|start|>'" in lines[0] and "'<|end|>'" in lines[1]
+    caplog.clear()
+    turns = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2<|end|>"}]
+    SFTDataset(write([{"messages": turns}], "sft.jsonl"), tokenizer, SFTDataConfig(train_files=None))
+    assert [line for line in caplog.messages if "row 0:" in line and "'<|end|>'" in line]
+
+
+def test_variables_that_the_chat_template_does_not_name_are_said(make_tokenizer) -> None:
+    tokenizer = make_tokenizer(TEMPLATE)
+    assert unknown_options(tokenizer, {"enable_thinking": False, "tools": TOOLS}) is None
+    line = unknown_options(tokenizer, {"enable_thinkin": False, "tools": TOOLS})
+    assert line is not None and "enable_thinkin " in line and "tools" not in line

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from pathlib import Path
@@ -428,6 +429,17 @@ def test_bad_json_line_names_row_and_line(write, tokenizer, make_row):
     message = problems_of(path, tokenizer)
     assert "train.jsonl: row 2: found a line that is not valid JSON (line 4:" in message
     assert "train.jsonl: row 3: found list" in message
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.json"])
+def test_bad_json_with_a_key_twice_has_no_last_value(tmp_path, tokenizer, make_row, name):
+    """A dict would have the last value alone, whichever of the two answers that is."""
+    row = json.dumps(make_row("2 + 2 =", "4")).replace(
+        '"ground_truth": "4"', '"ground_truth": "4", "ground_truth": "5"'
+    )
+    (tmp_path / name).write_text(row if name == "train.jsonl" else f"[{row}]")
+    message = problems_of(tmp_path / name, tokenizer)
+    assert "not valid JSON" in message and "the key 'ground_truth' occurs twice" in message
 
 
 def test_bad_json_array(tmp_path, tokenizer):

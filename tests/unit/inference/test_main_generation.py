@@ -90,8 +90,8 @@ def test_end_of_text_of_a_model_directory_is_a_token_of_its_own(here, model, cap
     Path("model").unlink()
     shutil.copytree(model, "model")
     Path("own.jinja").write_text("{% for m in messages %}{{ m.content }}<|endoftext|>{% endfor %}")
-    assert check_generation(config("data.chat_template_path=own.jinja"))
-    assert "writes '<|endoftext|>' after an answer" in caplog.text
+    assert check_generation(config("data.chat_template_path=own.jinja", "+data.chat_template_kwargs.thinkin=false"))
+    assert "writes '<|endoftext|>' after an answer" in caplog.text and "names no variable thinkin " in caplog.text
     file = Path("model/generation_config.json")
     file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [2, 40]}))
     with pytest.raises(ConfigError, match="token 40 ends a response"):

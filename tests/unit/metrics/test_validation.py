@@ -159,6 +159,20 @@ def test_every_prompt_counts_once_even_when_a_response_is_missing():
     assert validation_metrics(["a"] * 3, [0, 0, 1], [1.0, 1.0, 0.0])["val-core/a/reward/mean@2"] == 0.5
 
 
+def test_an_extra_that_some_responses_lack_has_no_metric_and_is_said(caplog):
+    """A reward function that returns {"score": 0.0} where it finds no answer, and `acc` where it finds one."""
+    extras = [{"acc": True, "why": "x"}, {"acc": None}, {}, {"acc": False}]
+    metrics = validation_metrics(["a", "a", "a", "b"], [0, 0, 0, 0], [1.0, 0.0, 0.0, 0.0], extras)
+    assert not [name for name in metrics if name.startswith("val-core/a/acc")] and "val-core/b/acc/mean@1" in metrics
+    (line,) = caplog.messages
+    assert line.startswith("validation of a: 2 of 3 responses have no number 'acc'")
+    caplog.clear()
+    # A failed sample counts as wrong in each of them.
+    extras, failed = [extras[0], {}, {}, extras[3]], [False, True, True, False]
+    metrics = validation_metrics(["a", "a", "a", "b"], [0, 0, 0, 0], [1.0, 0.0, 0.0, 0.0], extras, failed)
+    assert "val-core/a/acc/mean@3" in metrics and caplog.messages == []
+
+
 @pytest.mark.parametrize(
     ("args", "problem"),
     [

@@ -565,9 +565,10 @@ def test_model_directory_whose_chat_template_never_writes_an_end_of_text(
     assert "after an answer" not in caplog.text
     own = tmp_path / "own.jinja"
     own.write_text("{% for m in messages %}<|im_start|>{{ m.content }}<|endoftext|>{% endfor %}")
-    key = f"data.chat_template_path={own}"
-    assert check_ppo(config(directory, "qwen3", "embedded", 0, key)) is not None
-    assert check_sft(sft(directory, tmp_path, key)) is not None
+    keys = [f"data.chat_template_path={own}", "+data.chat_template_kwargs.enable_thinkin=false"]
+    assert check_ppo(config(directory, "qwen3", "embedded", 0, *keys)) is not None
+    assert check_sft(sft(directory, tmp_path, *keys)) is not None
+    assert len([line for line in caplog.messages if "names no variable enable_thinkin " in line]) == 2
     lines = [line for line in caplog.messages if "writes '<|endoftext|>' after an answer" in line]
     assert [line.split(" = ")[0] for line in lines] == ["actor_rollout_ref.model.path", "model.path"]
     assert all("ends only at '<|im_end|>' (2)" in line for line in lines)
