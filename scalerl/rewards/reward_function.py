@@ -144,9 +144,11 @@ def _find(module: ModuleType, name: str, path: Path, key: str) -> Callable[..., 
     if not hasattr(module, name):
         public = [name for name, value in defined_in(module).items() if callable(value)]
         near = difflib.get_close_matches(name, public, n=1)
+        right = near[0] if near else "one of these"
+        remedy = f"write {right} in {key}" if key.endswith(".weights") else f"set {key}={right}"
         raise RewardError(
             f"custom_reward_function.path={path} does not define '{name}' "
-            f"(it defines: {', '.join(public) or 'nothing'}); write {near[0] if near else 'one of these'} in {key}"
+            f"(it defines: {', '.join(public) or 'nothing'}); {remedy}"
         )
     fn = getattr(module, name)
     if not callable(fn):
