@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-# Keys under which a reward function returns if the answer is correct, and the answer that it read.
+# Names under which a reward function returns whether the answer is correct, and the answer that it read.
 CORRECT, PREDICTION = "acc", "pred"
 
 
@@ -21,7 +21,7 @@ def as_wrong(
 ) -> np.ndarray:
     """The values, [S] float64, with those of failed samples replaced by what counts as wrong.
 
-    That is 0, or the lowest value of the scored samples of the same data source where it is below 0. NaN is none.
+    That is 0, or the lowest value of the scored samples of the same data source where it is below 0. A NaN among the values is ignored.
     """
     values_S = np.array(values_S, dtype=np.float64)
     for scored, failed in _rows_of_sources(data_sources_S, failed_S):

@@ -62,7 +62,7 @@ def ray_files() -> Iterator[Path]:
 
 def start(ray_files: Path, logs: Path, *, raylet: str = "", **environment: str) -> subprocess.Popen[str]:
     """Starts Ray in a process of its own.  raylet: the program that it starts as its raylet; empty: Ray's."""
-    # Without what this session's own cluster has set.
+    # Without what the cluster of the other tests has set.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return subprocess.Popen(
         [sys.executable, "-c", START, str(logs), raylet],
