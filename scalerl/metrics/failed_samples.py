@@ -21,7 +21,8 @@ def as_wrong(
 ) -> np.ndarray:
     """The values, [S] float64, with those of failed samples replaced by what counts as wrong.
 
-    That is 0, or the lowest value of the scored samples of the same data source where it is below 0. A NaN among the values is ignored.
+    That is 0, or the lowest value of the scored samples of the same data source where it is below 0. A NaN among
+    the values is ignored.
     """
     values_S = np.array(values_S, dtype=np.float64)
     for scored, failed in _rows_of_sources(data_sources_S, failed_S):
