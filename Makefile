@@ -136,7 +136,7 @@ test-all: setup ## every test but tests/gpu, on every layout
 	$(BESIDE) MAIN= QUICK= unit-beside services
 
 # With what `scalerl launch slurm` writes.
-SCRIPTS := .ci/run docker/*.sh scalerl/launch/scripts/* tests/unit/launch/golden/*.sbatch
+SCRIPTS := .ci/run docker/*.sh scalerl/extras/slurm/scripts/* tests/unit/extras/slurm/golden/*.sbatch
 
 TYPES = $(BIN)/pyright --pythonpath $(BIN)/python
 

@@ -102,7 +102,7 @@ def parse(arguments: list[str], device: str) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     import torch
 
-    from scalerl.metrics import device_peak_flops
+    from scalerl.models.flops import device_peak_flops
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options = parse(arguments, device)
@@ -166,7 +166,7 @@ def make_job(options: argparse.Namespace, model_path: str, name: str, vocab: int
 
 def measure(job: Job, options: argparse.Namespace, peak: float | None) -> dict[str, Any]:
     """Both sides in turn, each time in new processes, so that neither holds the other's memory."""
-    from scalerl.families import ModelShape
+    from scalerl.models import ModelShape
     from scalerl.trainer.build import flops_shape
 
     packed: list[dict[str, Any]] = []

@@ -72,14 +72,14 @@ def events_of(samples: int, tokens: int) -> list[bytes]:
 def measure(samples: int, tokens: int, repeats: int) -> dict[str, Any]:
     import orjson
 
-    from scalerl.controller.sampling import sample_columns
+    from scalerl.base.garbage import collect_garbage, collect_rarely
     from scalerl.data import PromptRow
-    from scalerl.garbage import collect_garbage, collect_rarely
     from scalerl.rewards import ScoreResult
     from scalerl.rollout.program import Trajectory
-    from scalerl.servers.requests import GenerateOutput, GenerateRequest, SamplingParams
-    from scalerl.servers.slots import slots_of
-    from scalerl.servers.wire import output_of, read_events
+    from scalerl.rollout.sampling import sample_columns
+    from scalerl.rollout.servers.requests import GenerateOutput, GenerateRequest, SamplingParams
+    from scalerl.rollout.servers.slots import slots_of
+    from scalerl.rollout.servers.wire import output_of, read_events
 
     events = events_of(samples, tokens)
     prompt = PromptRow(

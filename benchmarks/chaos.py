@@ -38,8 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import record
 
+from scalerl.base.whole_file import whole_file
 from scalerl.errors import UserError
-from scalerl.whole_file import whole_file
 
 LAYOUTS = {
     "one": ["trainer.n_gpus_per_node=1"],
@@ -136,8 +136,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace, directory: Path) -> dict:
-    from scalerl.verify.differences import table
-    from scalerl.verify.resume import Pair
+    from scalerl.extras.verify.differences import table
+    from scalerl.extras.verify.resume import Pair
     from tests.e2e import kills, watched_loop
     from tests.e2e.jobs import Inputs, Job, kill_marked, main_ppo
 

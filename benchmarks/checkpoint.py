@@ -68,13 +68,13 @@ def of_rank(
     import torch
     import torch.distributed as dist
 
+    from scalerl.batch.data_proto import DataProto, Jagged
     from scalerl.checkpoint import store
     from scalerl.config.schema import MegatronConfig, OptimConfig
     from scalerl.parallel import checkpoint, platform
     from scalerl.parallel.background_save import BackgroundSave
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.parallel.layout import Layout, initialize
-    from scalerl.protocol import DataProto, Jagged
 
     world_size, tp_size = layout
     groups = initialize(Layout(world_size, tp_size), backend=platform.backend(), timeout_s=600, seed=1)

@@ -66,8 +66,8 @@ def measure(options: argparse.Namespace, dp_size: int) -> dict[str, Any]:
     import scale_parts
     from remote_calls import Phases, RemoteCalls
 
+    from scalerl.base.garbage import collect_garbage
     from scalerl.cluster.processes import Processes
-    from scalerl.garbage import collect_garbage
     from scalerl.trainer.ppo import train_step
 
     with (

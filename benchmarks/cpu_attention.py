@@ -29,7 +29,7 @@ import record
 from updates import Sizes, draw_lengths, make_model
 
 if TYPE_CHECKING:
-    from scalerl.servers.process import RolloutServer
+    from scalerl.rollout.servers.process import RolloutServer
 
 # Side -> what the user would write in rollout.engine_kwargs.sglang.
 SIDES: dict[str, dict[str, Any]] = {"loop": {"attention_backend": "torch_native"}, "batched": {}}
@@ -114,8 +114,8 @@ def make_loads(options: argparse.Namespace) -> dict[str, Load]:
 
 def start_server(options: argparse.Namespace, side: str, model_path: str, max_model_len: int) -> RolloutServer:
     from scalerl.config.schema import RolloutConfig
-    from scalerl.servers.engines import ENGINES, Launch
-    from scalerl.servers.process import RolloutServer, start_on_free_port
+    from scalerl.rollout.servers.engines import ENGINES, Launch
+    from scalerl.rollout.servers.process import RolloutServer, start_on_free_port
 
     rollout = RolloutConfig(
         name="sglang", dtype=options.dtype, max_num_seqs=options.max_num_seqs, engine_kwargs={"sglang": SIDES[side]}
@@ -176,7 +176,7 @@ def children_cpu_s() -> float:
 
 def batch_call(server: RolloutServer, prompts: list[list[int]], load: Load) -> None:
     """SGLang's own, with log-probs as the trainer asks for them."""
-    from scalerl.servers.access import authorization
+    from scalerl.rollout.servers.access import authorization
 
     sampling = [{"max_new_tokens": length, "ignore_eos": True, "n": load.n} for length in load.response_lens]
     body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}

@@ -30,7 +30,7 @@ import record
 from updates import Sizes, make_model
 
 if TYPE_CHECKING:
-    from scalerl.servers.embedded.engine import DecodingEngine
+    from scalerl.rollout.servers.embedded.engine import DecodingEngine
 
 AIM = 1.0
 PAD, FIRST_TOKEN = 0, 3
@@ -82,7 +82,7 @@ def main(arguments: list[str]) -> int:
 def compare(options: argparse.Namespace, model_path: str, max_model_len: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
-    from scalerl.servers.embedded.engine import DecodingEngine
+    from scalerl.rollout.servers.embedded.engine import DecodingEngine
 
     dtype = getattr(torch, options.dtype)
     num_samples = options.prompts * options.n
@@ -145,7 +145,7 @@ def compare(options: argparse.Namespace, model_path: str, max_model_len: int) ->
 
 def ask(engine: DecodingEngine, prompts: list[list[int]], num_tokens: int, first_seed: int) -> list[dict[str, Any]]:
     """The engine's answers in the order of the prompts; sample i draws from seed first_seed + i."""
-    from scalerl.servers.embedded.server import SAMPLING_DEFAULTS
+    from scalerl.rollout.servers.embedded.server import SAMPLING_DEFAULTS
 
     params = [
         SAMPLING_DEFAULTS | {"max_new_tokens": num_tokens, "ignore_eos": True, "sampling_seed": first_seed + number}

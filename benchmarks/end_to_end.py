@@ -137,7 +137,7 @@ def read_steps(run_dir: Path, warmup: int) -> list[dict[str, float]]:
 
 
 def flops_of(model_path: str) -> Any:
-    from scalerl.families import ModelShape
+    from scalerl.models import ModelShape
     from scalerl.trainer.build import flops_shape
 
     return flops_shape(ModelShape.from_hf(model_path))

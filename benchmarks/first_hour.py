@@ -166,7 +166,7 @@ def measure(options: argparse.Namespace, commands: Commands, directory: Path) ->
 def environment_of_a_server(model: Path) -> list[str]:
     """NAME=VALUE of what a server's process is given beside the environment of its command."""
     from scalerl.config.schema import ServerConfig
-    from scalerl.servers.engines import ENGINES, Launch
+    from scalerl.rollout.servers.engines import ENGINES, Launch
 
     config = ServerConfig(name="sglang", dtype="float32")
     _, settings = ENGINES["sglang"].command(Launch(str(model), config, "cpu", 64, port=1))
@@ -175,7 +175,7 @@ def environment_of_a_server(model: Path) -> list[str]:
 
 def way_to_an_answer(commands: Commands, checkpoint: Path, target: Path) -> dict[str, dict[str, float]]:
     """Merges a checkpoint, serves the model and asks it twice: seconds of each part, and until the first answer."""
-    from scalerl.servers.process import free_port
+    from scalerl.rollout.servers.process import free_port
     from tests.e2e.jobs import scalerl
 
     began = time.perf_counter()

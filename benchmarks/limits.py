@@ -13,7 +13,7 @@ def matmul_flops_of_rank(device: str, dtype: str, barrier: Callable[[], object],
     Ranks on one CPU share caches, memory and clock (and hyperthreads the units themselves), so the sum over ranks that
     run together is the machine's ceiling; the sum over ranks measured alone is not.
     """
-    from scalerl.metrics import measured_matmul_peak
+    from scalerl.models.flops import measured_matmul_peak
 
     # The first call pays for threads and workspaces; without it one rank would start late and end alone.
     measured_matmul_peak(device, dtype, seconds=0.0)

@@ -65,7 +65,7 @@ def make_checkpoint(root: Path, gb: float, ranks: int) -> Path:
     import torch
 
     from scalerl.checkpoint.pieces import Piece, write_file, write_index
-    from scalerl.families import CHECKPOINT_MODEL_PREFIX, ModelShape, family_of
+    from scalerl.models import CHECKPOINT_MODEL_PREFIX, ModelShape, family_of
 
     def config(hidden: int) -> dict[str, object]:
         return dict(
@@ -208,7 +208,7 @@ def converted_as_slime_does(actor: Path, target: Path) -> float | None:
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-    from scalerl.families import CHECKPOINT_MODEL_PREFIX, ModelShape, family_of
+    from scalerl.models import CHECKPOINT_MODEL_PREFIX, ModelShape, family_of
 
     if not fits_twice(actor):
         return None

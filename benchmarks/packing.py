@@ -27,7 +27,7 @@ import record
 if TYPE_CHECKING:
     import numpy as np
 
-    from scalerl.metrics import FlopsShape
+    from scalerl.models.flops import FlopsShape
 
 # [rank][micro-batch] = samples
 Ranks = list[list[list[int]]]
@@ -118,7 +118,7 @@ def main(arguments: list[str]) -> int:
 
 def model_shape() -> FlopsShape:
     """Qwen2.5-1.5B: its FLOPs are the workload that is balanced and measured."""
-    from scalerl.metrics import FlopsShape
+    from scalerl.models.flops import FlopsShape
 
     return FlopsShape(
         num_layers=28, hidden_size=1536, num_heads=12, num_kv_heads=2, head_dim=128, ffn_hidden_size=8960,
@@ -130,7 +130,7 @@ def model_shape() -> FlopsShape:
 
 
 def ours(lengths: np.ndarray, workload: np.ndarray, dp_size: int, max_tokens_per_micro_batch: int) -> Ranks:
-    from scalerl.balance import plan_step
+    from scalerl.batch import plan_step
 
     plan = plan_step(
         lengths,
@@ -274,7 +274,7 @@ def compare(
     """
     import numpy as np
 
-    from scalerl.balance.bin_packing import lower_bound, round_up
+    from scalerl.batch.bin_packing import lower_bound, round_up
 
     batches = [distribution.draw(np.random.default_rng([seed, at]), num_samples) for at in range(num_batches)]
     bounds = [lower_bound(lengths, distribution.max_tokens_per_micro_batch) for lengths in batches]
@@ -336,7 +336,7 @@ def time_plan(
     """Our planner on one large batch: processor seconds of its one thread, and wall seconds."""
     import numpy as np
 
-    from scalerl.balance.bin_packing import lower_bound, round_up
+    from scalerl.batch.bin_packing import lower_bound, round_up
 
     lengths = distribution.draw(np.random.default_rng(seed), num_samples)
     workload = shape.forward_each(lengths)

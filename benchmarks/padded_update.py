@@ -15,7 +15,7 @@ from updates import TIMEOUT_S, Job, make_shard, repeat_update
 if TYPE_CHECKING:
     import torch
 
-    from scalerl.protocol import DataProto
+    from scalerl.batch.data_proto import DataProto
 
 
 def padded_micro_batches(
@@ -43,7 +43,7 @@ def measure_padded(job: Job) -> dict[str, Any]:
     from transformers.utils import logging
 
     from scalerl.config.schema import ActorConfig, OptimConfig
-    from scalerl.metrics import memory_metrics
+    from scalerl.tracking.metrics import memory_metrics
 
     dist.init_process_group("nccl" if job.device == "cuda" else "gloo", timeout=timedelta(seconds=TIMEOUT_S))
     logging.disable_progress_bar()

@@ -29,8 +29,8 @@ import record
 from updates import Sizes, make_model
 
 if TYPE_CHECKING:
-    from scalerl.servers.client import RolloutClient
-    from scalerl.servers.process import RolloutServer
+    from scalerl.rollout.servers.client import RolloutClient
+    from scalerl.rollout.servers.process import RolloutServer
 
 AIM = 0.95
 TIMEOUT_S = 600.0
@@ -84,8 +84,8 @@ def main(arguments: list[str]) -> int:
 
 def start_server(options: argparse.Namespace, model_path: str, max_model_len: int, log_path: Path) -> RolloutServer:
     from scalerl.config.schema import RolloutConfig
-    from scalerl.servers.engines import ENGINES, Launch
-    from scalerl.servers.process import RolloutServer, start_on_free_port
+    from scalerl.rollout.servers.engines import ENGINES, Launch
+    from scalerl.rollout.servers.process import RolloutServer, start_on_free_port
 
     rollout = RolloutConfig(name="sglang", dtype=options.dtype, max_num_seqs=options.max_num_seqs)
 
@@ -98,7 +98,7 @@ def start_server(options: argparse.Namespace, model_path: str, max_model_len: in
 
 async def compare(options: argparse.Namespace, url: str, key: str, max_model_len: int) -> dict[str, Any]:
     from scalerl.rollout.server_choice import max_in_flight
-    from scalerl.servers.client import RolloutClient
+    from scalerl.rollout.servers.client import RolloutClient
 
     # As in the trainer.
     in_flight = options.in_flight or max_in_flight(options.max_num_seqs)
@@ -155,7 +155,7 @@ def children_cpu_s() -> float:
 async def ours(client: RolloutClient, prompts: Sequence[list[int]], options: argparse.Namespace) -> list[int]:
     """Lengths of the responses."""
     from scalerl.rollout.generation import generate_samples
-    from scalerl.servers.client import GenerateRequest, SamplingParams
+    from scalerl.rollout.servers.client import GenerateRequest, SamplingParams
 
     sampling = SamplingParams(options.response_len, ignore_eos=True)
     requests = [GenerateRequest(number, prompt, options.n, sampling) for number, prompt in enumerate(prompts)]
@@ -170,7 +170,7 @@ async def batch_call(url: str, key: str, prompts: Sequence[list[int]], options: 
         "n": options.n,
         "skip_special_tokens": False,
     }
-    from scalerl.servers.access import authorization
+    from scalerl.rollout.servers.access import authorization
 
     body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
     async with (

@@ -14,33 +14,34 @@ import numpy as np
 import ray
 import torch
 
-from scalerl.balance import StepPlan
+from scalerl.base.stop import StopRequest
+from scalerl.batch import StepPlan
+from scalerl.batch.data_proto import DataProto, Jagged
 from scalerl.cluster.batch import BatchRef, PlacedBatch
 from scalerl.cluster.dispatch import Dispatch, MicroBatches, Result, register
 from scalerl.cluster.pools import ActorSpec, PooledActor, ResourcePool
 from scalerl.cluster.rank import RankProcess, Worker
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config import PPOConfig, compose
-from scalerl.controller.sampling.groups import SampleGroup
-from scalerl.controller.sampling.policy_servers import PolicyServers
-from scalerl.controller.sampling.rollout import HybridRollout
-from scalerl.controller.sampling.rollout_workers import RolloutWorkers, default_num_workers, share_servers
-from scalerl.controller.sampling.worker import GeneratedBatch, RolloutWorker
-from scalerl.controller.training.rl_worker import RLWorker
-from scalerl.controller.training.roles import MegatronActor, MegatronCritic, MegatronReference
 from scalerl.data import PromptCursor
-from scalerl.hybrid.handover import Handover, RankMemory
-from scalerl.hybrid.order import SyncOrder
-from scalerl.metrics import FlopsShape, Metric, Timers
+from scalerl.models.flops import FlopsShape
 from scalerl.parallel.layout import Layout
-from scalerl.protocol import DataProto, Jagged
-from scalerl.runtime.stop import StopRequest
-from scalerl.servers.recovery import ServerRecovery
-from scalerl.servers.replica import Replica
-from scalerl.trainer.packing_rules import PackingRules, Planner
+from scalerl.rollout.sampling.groups import SampleGroup
+from scalerl.rollout.sampling.policy_servers import PolicyServers
+from scalerl.rollout.sampling.rollout import HybridRollout
+from scalerl.rollout.sampling.rollout_workers import RolloutWorkers, default_num_workers, share_servers
+from scalerl.rollout.sampling.worker import GeneratedBatch, RolloutWorker
+from scalerl.rollout.servers.recovery import ServerRecovery
+from scalerl.rollout.servers.replica import Replica
+from scalerl.rollout.sync.handover import Handover, RankMemory
+from scalerl.rollout.sync.order import SyncOrder
+from scalerl.tracking.metrics import Metric, Timers
+from scalerl.trainer.planners import PackingRules, Planner
 from scalerl.trainer.ppo import Run
+from scalerl.trainer.ranks.rl_worker import RLWorker
+from scalerl.trainer.ranks.roles import MegatronActor, MegatronCritic, MegatronReference
 from scalerl.trainer.sample_stream import SampleStream
-from scalerl.trainer.saves import Saves
+from scalerl.trainer.saving.saves import Saves
 from scalerl.trainer.step_metrics import MfuBasis, StepOutcome, step_metrics
 
 GROUP = 16

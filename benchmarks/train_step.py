@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
     import torch
 
     from scalerl.config.schema import MegatronConfig
-    from scalerl.families import ModelShape
+    from scalerl.models import ModelShape
     from scalerl.trainer.build import flops_shape
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

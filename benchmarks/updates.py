@@ -18,9 +18,9 @@ from limits import matmul_flops_of_rank
 if TYPE_CHECKING:
     import numpy as np
 
-    from scalerl.balance import StepPlan
+    from scalerl.batch import StepPlan
+    from scalerl.batch.data_proto import DataProto
     from scalerl.config.schema import MegatronConfig
-    from scalerl.protocol import DataProto
 
 TIMEOUT_S = 900.0
 PROMPT_FRACTION = 0.25
@@ -152,10 +152,10 @@ def make_plan(
     lengths: list[int], megatron: MegatronConfig, world_size: int, max_tokens_per_micro_batch: int, model_path: str
 ) -> StepPlan:
     """As the trainer makes it: the model's FLOPs as workload, the layout's alignment."""
-    from scalerl.balance import plan_step
-    from scalerl.families import ModelShape
+    from scalerl.batch import plan_step
+    from scalerl.models import ModelShape
     from scalerl.trainer.build import flops_shape
-    from scalerl.trainer.packing_rules import PackingRules
+    from scalerl.trainer.planners import PackingRules
 
     layout = layout_of(megatron, world_size)
     rules = PackingRules.of(
@@ -223,9 +223,9 @@ def measure_engine(job: Job) -> dict[str, Any]:
     import torch.distributed as dist
 
     from scalerl.config.schema import ActorConfig, OptimConfig
-    from scalerl.metrics import memory_metrics
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.parallel.layout import initialize
+    from scalerl.tracking.metrics import memory_metrics
 
     layout = layout_of(job.megatron, job.world_size)
     groups = initialize(layout, backend=platform.backend(), timeout_s=TIMEOUT_S, seed=job.seed)
@@ -265,7 +265,7 @@ def repeat_update(
     """(what the first update returned, seconds of each timed one, seconds of its optimizer step and what follows)."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    from scalerl.metrics import memory_metrics
+    from scalerl.tracking.metrics import memory_metrics
 
     began = [0.0]
 
@@ -296,7 +296,7 @@ def make_shard(job: Job, rows: tuple[int, ...], actor_config: Any) -> tuple[Data
     import torch
 
     from scalerl.algorithms import PolicyObjective
-    from scalerl.protocol import DataProto, Jagged
+    from scalerl.batch.data_proto import DataProto, Jagged
 
     random = np.random.default_rng(job.seed)
     ids = [random.integers(0, job.vocab, length) for length in job.lengths]

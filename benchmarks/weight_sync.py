@@ -122,8 +122,8 @@ def main(arguments: list[str]) -> int:
 def measure_server(options: argparse.Namespace, model_path: str, server_tp: int) -> list[dict[str, Any]]:
     """One server, synced from trainers of every layout."""
     from scalerl.config.schema import RolloutConfig
-    from scalerl.servers.engines import ENGINES, Launch
-    from scalerl.servers.process import RolloutServer, start_on_free_port
+    from scalerl.rollout.servers.engines import ENGINES, Launch
+    from scalerl.rollout.servers.process import RolloutServer, start_on_free_port
 
     config = RolloutConfig(
         name=options.rollout, dtype=options.dtype, max_num_seqs=2, tensor_model_parallel_size=server_tp
@@ -228,9 +228,9 @@ def measure_syncs(job: SyncJob, engine: Any, path: str, bucket_mb: int) -> dict[
     import torch
     import torch.distributed as dist
 
-    from scalerl.hybrid.weight_sync import WeightSync
-    from scalerl.servers.engines import ENGINES
-    from scalerl.servers.replica import Replica
+    from scalerl.rollout.servers.engines import ENGINES
+    from scalerl.rollout.servers.replica import Replica
+    from scalerl.rollout.sync.weight_sync import WeightSync
 
     sync = WeightSync(
         engine,
@@ -263,7 +263,7 @@ def gathered(export: Any, groups: Any, *, in_turn: bool) -> Any:
     """The transport of ranks on several machines.  in_turn: gathers no bucket while servers load the one before."""
     import torch.distributed as dist
 
-    from scalerl.hybrid.transports.gathered import GatheredTransport
+    from scalerl.rollout.sync.transports.gathered import GatheredTransport
 
     loaded = threading.Semaphore(0)
 

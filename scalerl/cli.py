@@ -5,9 +5,10 @@ Imports next to nothing before `main` runs: until then Ctrl-C would end in Pytho
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import scalerl
@@ -65,124 +66,25 @@ def _print(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _init(argv: list[str]) -> int | None:
-    from scalerl.init.command import main as program
-
-    return program(argv)
-
-
-def _train(argv: list[str]) -> int | None:
-    from scalerl.trainer.main_ppo import main as program
-
-    return program(argv)
-
-
-def _sft(argv: list[str]) -> int | None:
-    from scalerl.trainer.main_sft import main as program
-
-    return program(argv)
-
-
-def _generate(argv: list[str]) -> int | None:
-    from scalerl.inference.main_generation import main as program
-
-    return program(argv)
-
-
-def _eval(argv: list[str]) -> int | None:
-    from scalerl.inference.main_eval import main as program
-
-    return program(argv)
-
-
-def _serve(argv: list[str]) -> int | None:
-    from scalerl.inference.serve import main as program
-
-    return program(argv)
-
-
-def _chat(argv: list[str]) -> int | None:
-    from scalerl.inference.chat import main as program
-
-    return program(argv)
-
-
-def _data(argv: list[str]) -> int | None:
-    from scalerl.data.prepare.command import main as program
-
-    return program(argv)
-
-
-def _plan(argv: list[str]) -> int | None:
-    from scalerl.memory_plan.command import main as program
-
-    return program(argv)
-
-
-def _launch(argv: list[str]) -> int | None:
-    from scalerl.launch.command import main as program
-
-    return program(argv)
-
-
-def _translate(argv: list[str]) -> int | None:
-    from scalerl.translate.command import main as program
-
-    return program(argv)
-
-
-def _merge(argv: list[str]) -> int | None:
-    from scalerl.merge.__main__ import main as program
-
-    is_other = argv and argv[0] in ("split", "test")
-    return program(argv if is_other else ["merge", *argv])
-
-
-def _inspect(argv: list[str]) -> int | None:
-    from scalerl.merge.inspect import main as program
-
-    return program(argv)
-
-
-def _verify_resume(argv: list[str]) -> int | None:
-    from scalerl.verify.resume import USAGE as usage
-    from scalerl.verify.resume import main as program
-
-    if not {"-h", "--help"}.isdisjoint(argv):
-        _print(usage)
-        return 0
-    return program(argv)
-
-
-def _replay(argv: list[str]) -> int | None:
-    from scalerl.verify.replay import main as program
-
-    return program(argv)
-
-
-def _doctor(argv: list[str]) -> int | None:
-    from scalerl.doctor import main as program
-
-    return program(argv)
-
-
-COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
-    "init": _init,
-    "train": _train,
-    "sft": _sft,
-    "generate": _generate,
-    "eval": _eval,
-    "serve": _serve,
-    "chat": _chat,
-    "data": _data,
-    "plan": _plan,
-    "launch": _launch,
-    "translate": _translate,
-    "merge": _merge,
-    "inspect": _inspect,
-    "verify-resume": _verify_resume,
-    "replay": _replay,
-    "doctor": _doctor,
+# Command -> module:function of its program, which takes the arguments and returns the exit code. An extra's is missing
+# where `scalerl.extras` is not installed.
+COMMANDS = {
+    "init": "scalerl.commands.init.command:main",
+    "train": "scalerl.trainer.main_ppo:main",
+    "sft": "scalerl.trainer.main_sft:main",
+    "generate": "scalerl.commands.main_generation:main",
+    "eval": "scalerl.commands.main_eval:main",
+    "serve": "scalerl.commands.serve:main",
+    "chat": "scalerl.commands.chat:main",
+    "data": "scalerl.commands.data.command:main",
+    "plan": "scalerl.extras.plan.command:main",
+    "launch": "scalerl.extras.slurm.command:main",
+    "translate": "scalerl.extras.verl.translate.command:main",
+    "merge": "scalerl.merge.command:merge_main",
+    "inspect": "scalerl.merge.inspect:main",
+    "verify-resume": "scalerl.extras.verify.resume:main",
+    "replay": "scalerl.extras.verify.replay:main",
+    "doctor": "scalerl.commands.doctor.command:main",
 }
 # Commands that take the keys of a config schema.
 SCHEMA_OF: dict[str, Kind] = {"train": "ppo", "sft": "sft", "generate": "generation", "eval": "eval"}
@@ -227,7 +129,11 @@ def _run(argv: list[str]) -> int | None:
 
         _print(f"{keys_usage(command)}\n{help_text(SCHEMA_OF[command])}")
         return 0
-    return COMMANDS[command](rest)
+    module, _, program = COMMANDS[command].partition(":")
+    if module.startswith("scalerl.extras") and importlib.util.find_spec("scalerl.extras") is None:
+        print(f"error: scalerl {command} needs scalerl.extras, which is not installed", file=sys.stderr)
+        return EXIT_USER_ERROR
+    return getattr(importlib.import_module(module), program)(rest)
 
 
 if __name__ == "__main__":

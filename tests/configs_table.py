@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from scalerl.byte_units import GIB
+from scalerl.base.byte_units import GIB
 from scalerl.config import compose, world_size
 from scalerl.config.device_memory import device_memory_bytes
-from scalerl.families import ModelShape
-from scalerl.memory_plan.plan import MemoryPlan, memory_plan
-from scalerl.memory_plan.seconds import predicted_seconds
+from scalerl.extras.plan.plan import MemoryPlan, memory_plan
+from scalerl.extras.plan.seconds import predicted_seconds
+from scalerl.models import ModelShape
 from tests.model_configs import FILES, model_of, read_config
 
 _COLUMNS = (

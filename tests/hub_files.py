@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
-from scalerl.families import HFWeights
+from scalerl.models import HFWeights
 from tests.model_configs import meta_language_model, read_config
 
 Shapes = dict[str, tuple[int, ...]]

@@ -12,7 +12,7 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from scalerl.families import without_quantization
+from scalerl.models import without_quantization
 
 MODELS = Path(__file__).parents[1] / "configs" / "models"
 # The runs of configs/.

@@ -1,4 +1,4 @@
-"""A whole checkpoint in one call, as a run makes one by `trainer.saves`."""
+"""A whole checkpoint in one call, as a run makes one by `trainer.saving.saves`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from scalerl.checkpoint.store import begin_save
-from scalerl.trainer.checkpoints import SavedModel, publish, write
+from scalerl.trainer.saving.checkpoints import SavedModel, publish, write
 
 
 def save(

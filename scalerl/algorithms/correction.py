@@ -36,7 +36,7 @@ from scalerl.algorithms.masked import masked_mean
 from scalerl.algorithms.sequences import Sequences
 from scalerl.config.correction import correction_violations, is_bounds, rs_bounds
 from scalerl.config.schema import RolloutCorrectionConfig
-from scalerl.metrics.metric import Metric
+from scalerl.tracking.metrics.metric import Metric
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from scalerl.algorithms.sequences import Sequences
-from scalerl.metrics.metric import Metric
+from scalerl.tracking.metrics.metric import Metric
 
 _PREFIX = "rollout_corr/"
 _IS = f"{_PREFIX}rollout_is"

@@ -17,7 +17,7 @@ from torch import Tensor
 from scalerl.algorithms.registry import Registry
 from scalerl.config.registered_names import POLICY_LOSSES
 from scalerl.config.schema import LOSS_AGG_MODES, ActorConfig
-from scalerl.metrics.metric import Metric
+from scalerl.tracking.metrics.metric import Metric
 
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 

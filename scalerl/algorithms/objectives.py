@@ -27,9 +27,9 @@ from scalerl.algorithms.losses import (
     weighted_sum,
 )
 from scalerl.algorithms.registry import check_result
+from scalerl.base.user_code import UserCodeError, called, place_of
 from scalerl.config.schema import ActorConfig
 from scalerl.config.schema.actor import PPOModelConfig
-from scalerl.user_code import UserCodeError, called, place_of
 
 
 @dataclass(frozen=True)

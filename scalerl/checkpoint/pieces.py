@@ -23,11 +23,18 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from scalerl.checkpoint.digest import ALGORITHM, BLOCK_BYTES, CACHED_BYTES, Data, Digest, digest_of_blocks
-from scalerl.checkpoint.store import PIECES_INDEX_NAME
+from scalerl.base.whole_file import flush
+from scalerl.checkpoint.digest import (
+    ALGORITHM,
+    BLOCK_BYTES,
+    CACHED_BYTES,
+    PIECES_INDEX_NAME,
+    Data,
+    Digest,
+    digest_of_blocks,
+)
 from scalerl.checkpoint.torch_dist import METADATA_NAME, as_bytes, fresh_bytes
 from scalerl.checkpoint.writeback import Writeback
-from scalerl.whole_file import flush
 
 # Subdirectory of a model's directory in a checkpoint.
 DIST_CKPT = "dist_ckpt"

@@ -23,8 +23,9 @@ from secrets import token_hex
 from types import MappingProxyType
 from typing import Any
 
+from scalerl.base.whole_file import flush, fsync, whole_file
+from scalerl.checkpoint.digest import PIECES_INDEX_NAME
 from scalerl.errors import RunError
-from scalerl.whole_file import flush, fsync, whole_file
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 COMPLETE_NAME = "COMPLETE"
@@ -41,8 +42,6 @@ _DELETING_NAME = re.compile(r"global_step_\d+\.deleting-[0-9a-f]+")
 
 # Keys of the manifest. Another one is damage: it may be one of these, with a flipped bit.
 _MANIFEST_KEYS = ("step", "files", "algorithm", "digests", "sha256")
-# File with the digests of files of tensors, left by their writers (checkpoint.pieces).
-PIECES_INDEX_NAME = "pieces.json"
 _MAX_THREADS = 8
 
 

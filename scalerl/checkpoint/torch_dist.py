@@ -26,9 +26,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
-from scalerl.checkpoint.digest import ALGORITHM, BLOCK_BYTES, CACHED_BYTES, Digest
+from scalerl.checkpoint.digest import ALGORITHM, BLOCK_BYTES, CACHED_BYTES, PIECES_INDEX_NAME, Digest
 from scalerl.checkpoint.errors import CheckpointReadError, DamagedCheckpointError, RemovedCheckpointError, read_error
-from scalerl.checkpoint.store import PIECES_INDEX_NAME
 
 METADATA_NAME = ".metadata"
 # Pieces of up to so many bytes are read in one go; a merge has those of all ranks that share a row open at a time.

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from scalerl.balance import StepPlan
+from scalerl.batch import StepPlan
 from scalerl.cluster.dispatch import MicroBatches
 
 # The rollout's token columns as one TokenColumn of a PlacedBatch: input_ids, response_mask, rollout_logprobs.

@@ -23,8 +23,8 @@ from typing import (
 
 import numpy as np
 
-from scalerl.metrics import Metric
-from scalerl.protocol import DataProto
+from scalerl.batch.data_proto import DataProto
+from scalerl.tracking.metrics import Metric
 
 if TYPE_CHECKING:
     from scalerl.cluster.batch import ShardedBatch

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import ray
 
+from scalerl.batch.data_proto import DataProto
 from scalerl.cluster.dispatch import registration_of
 from scalerl.cluster.heartbeat import heartbeat
 from scalerl.cluster.pools import Reusable
-from scalerl.metrics import Metric
-from scalerl.protocol import DataProto
+from scalerl.tracking.metrics import Metric
 
 if TYPE_CHECKING:
     from scalerl.cluster.batch import Shard

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from scalerl.base.scratch import scratch_directory
 from scalerl.errors import UserError
-from scalerl.scratch import scratch_directory
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from scalerl.byte_units import GIB
+from scalerl.base.byte_units import GIB
 from scalerl.config import GenerationConfig, PPOConfig, SFTConfig, pools_of
 from scalerl.errors import RunError, UserError
 

@@ -13,6 +13,7 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from scalerl.base.user_code import called, is_users_own, place_of
 from scalerl.cluster.batch import Shard, ShardedBatch
 from scalerl.cluster.dispatch import (
     Collected,
@@ -33,9 +34,8 @@ from scalerl.cluster.kill import kill_processes
 from scalerl.cluster.pools import ActorSpec, ResourcePool
 from scalerl.cluster.rank import Answer, RankProcess, Worker
 from scalerl.cluster.worker_logs import last_words
-from scalerl.metrics import merge_metrics
 from scalerl.parallel.layout import Layout
-from scalerl.user_code import called, is_users_own, place_of
+from scalerl.tracking.metrics import merge_metrics
 
 # How long ranks may take to leave a run: by then they have answered every call.
 LEAVE_TIMEOUT_S = 60.0

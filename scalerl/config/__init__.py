@@ -5,6 +5,7 @@ from __future__ import annotations
 from scalerl.config.batch_summary import batch_table
 from scalerl.config.compose import Composed, Examined, compose, composed, examined, refusals
 from scalerl.config.errors import ConfigError
+from scalerl.config.foreign_keys import translation_table
 from scalerl.config.help import help_text
 from scalerl.config.layout_checks import ModelSizes, layout_violations, recompute_violations, server_violations
 from scalerl.config.layout_sizes import LayoutSizes, alignment, trained_layout, world_size
@@ -13,7 +14,6 @@ from scalerl.config.run_length import decay_to_the_end, too_few_conversations, t
 from scalerl.config.save import flatten, save_resolved
 from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig
 from scalerl.config.validate import validate_eval, validate_generation, validate_ppo, validate_sft
-from scalerl.config.verl import translation_table
 from scalerl.config.weight_transport import transport_of
 
 __all__ = [

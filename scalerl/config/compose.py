@@ -28,6 +28,7 @@ from yaml import YAMLError
 
 from scalerl.config.companions import without_effect
 from scalerl.config.errors import ConfigError
+from scalerl.config.foreign_keys import Translation
 from scalerl.config.partial_config import PartialConfig
 from scalerl.config.schema import (
     SCHEMAS,
@@ -48,7 +49,6 @@ from scalerl.config.validate import (
     validate_sft,
     without_repeats,
 )
-from scalerl.config.verl import Translation
 from scalerl.config.written import quoted, texts_of_yaml
 
 CONFIGS_PACKAGE = "scalerl.configs"

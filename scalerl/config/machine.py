@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from scalerl import nvidia
+from scalerl.base import nvidia
 
 # On a CPU a device is a process of about a gigabyte.
 MAX_CPU_DEVICES = 8

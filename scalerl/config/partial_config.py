@@ -14,9 +14,9 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from scalerl.config.companions import COMPANIONS
+from scalerl.config.foreign_keys import Translation, translator
 from scalerl.config.keys import defaults_of, fresh_defaults, key_table
 from scalerl.config.value_checks import show
-from scalerl.config.verl import Translation, Translator
 from scalerl.config.written import as_text, misread, texts_of_override
 
 # OmegaConf parses an interpolation each time that its key is read, and a configuration has a hundred: most of the time
@@ -49,7 +49,7 @@ class PartialConfig:
         self.translations: list[Translation] = []
         # A line for each key that has a value because another one needs it; complete after `finish`.
         self.followed: list[str] = []
-        self._verl = Translator(kind)
+        self._verl = translator(kind)
         # Entries of inherited dicts: dict -> key in it -> value.
         self._own_entries: dict[str, dict[str, Any]] = {}
         self._defaults = defaults_of(schema)

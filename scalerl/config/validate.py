@@ -48,7 +48,7 @@ def validate_eval(cfg: EvalConfig) -> list[str]:
 
 
 def validate_launch(cfg: LaunchConfig) -> list[str]:
-    """Lists what is wrong with the keys of `scalerl launch slurm`; `scalerl.launch` checks them against the run."""
+    """Lists what is wrong with the keys of `scalerl launch slurm`; `extras.slurm` checks them against the run."""
     return _validate(cfg, [])
 
 

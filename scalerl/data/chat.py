@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from scalerl.base.garbage import frozen_imports
+from scalerl.base.optional_imports import torch_compiler_when_needed, without
 from scalerl.data.problems import DataError
-from scalerl.garbage import frozen_imports
-from scalerl.optional_imports import torch_compiler_when_needed, without
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

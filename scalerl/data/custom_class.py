@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from scalerl.base.user_code import UserCodeError, cause_of, defined_in, import_file
 from scalerl.config.schema import CustomClassConfig, DataConfig
 from scalerl.data.files import lone_surrogate
 from scalerl.data.messages import MessagesDigest
@@ -22,7 +23,6 @@ from scalerl.data.prompt_rows import no_answer
 from scalerl.data.ragged import PackedObjects, RaggedArray
 from scalerl.data.rl_dataset import PromptRow, RLHFDataset
 from scalerl.data.unknown_text import UnknownRows, UnknownText
-from scalerl.user_code import UserCodeError, cause_of, defined_in, import_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,7 +45,7 @@ def create_rl_dataset(
     if config.custom_cls.path is None and config.custom_cls.name is None:
         return RLHFDataset(data_files, tokenizer, config, None, max_samples)
     cls = load_dataset_class(config.custom_cls)
-    from scalerl.random_states import seeded_generators
+    from scalerl.base.random_states import seeded_generators
 
     path = str(Path(config.custom_cls.path or "").expanduser().resolve())
     label = f"{cls.__name__} of {path}"

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from scalerl.base.model_files import CONFIG_NAME, FETCHED
 from scalerl.data.hub import HubError, fetch_from_hub
 from scalerl.data.local_copy import copy_to_local, is_remote
 from scalerl.errors import UserError
-from scalerl.model_files import CONFIG_NAME, FETCHED
 
 # ORGANISATION/NAME, and @REVISION: a branch, a tag or a commit.
 _HUB_NAME = re.compile(r"(?:hf://)?(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*?)(?:@(?P<revision>[\w./-]+))?")

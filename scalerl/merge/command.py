@@ -65,6 +65,11 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def merge_main(argv: Sequence[str]) -> int:
+    """Runs `scalerl merge`, which needs no word `merge` before its options."""
+    return main(argv if argv and argv[0] in ("split", "test") else ["merge", *argv])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns 0, 1 where `test` found a difference, or 2 or 70 with one message on stderr."""
     args = build_parser().parse_args(argv)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from scalerl.families import HFWeights, ModelShape, family_of
+from scalerl.models import HFWeights, ModelShape, family_of
 
 # A critic of transformers' token classification has it, one of scalerl's has not.
 VALUE_BIAS = "score.bias"

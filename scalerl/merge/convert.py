@@ -14,17 +14,6 @@ import torch
 
 from scalerl.checkpoint.store import COMPLETE_NAME, integrity_problem
 from scalerl.checkpoint.torch_dist import DistCheckpoint, while_there
-from scalerl.families import (
-    CHECKPOINT_MODEL_PREFIX,
-    CHECKPOINT_MODEL_ROOTS,
-    Family,
-    HFWeights,
-    ModelShape,
-    Param,
-    copy_beside_weights,
-    family_of,
-    read_config,
-)
 from scalerl.merge.copy import copies, copy_all
 from scalerl.merge.whole_directory import whole_directory
 from scalerl.merge.writer import (
@@ -34,6 +23,17 @@ from scalerl.merge.writer import (
     file_name,
     plan_files,
     write_safetensors_index,
+)
+from scalerl.models import (
+    CHECKPOINT_MODEL_PREFIX,
+    CHECKPOINT_MODEL_ROOTS,
+    Family,
+    HFWeights,
+    ModelShape,
+    Param,
+    copy_beside_weights,
+    family_of,
+    read_config,
 )
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -19,8 +19,8 @@ import torch
 
 from scalerl.checkpoint.digest import CACHED_BYTES
 from scalerl.checkpoint.torch_dist import DistCheckpoint, PieceReader, StoredPiece, box_view, intersection
-from scalerl.families import ModelShape, Param, RowRange
 from scalerl.merge.writer import SafetensorsFile, check_fits
+from scalerl.models import ModelShape, Param, RowRange
 
 MAX_WORKERS = 8
 # Bytes of pieces that all threads may have in memory beside the largest tensor.

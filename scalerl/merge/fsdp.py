@@ -14,15 +14,6 @@ from pathlib import Path
 
 import torch
 
-from scalerl.families import (
-    MIXTURE_MODULE,
-    Family,
-    HFWeights,
-    ModelShape,
-    family_of,
-    read_config,
-    value_model_config,
-)
 from scalerl.merge.compare import VALUE_BIAS
 from scalerl.merge.convert import DTYPES, MergeSummary, check_target, copy_beside
 from scalerl.merge.copy import MAX_WORKERS
@@ -36,6 +27,15 @@ from scalerl.merge.writer import (
     file_name,
     plan_files,
     write_safetensors_index,
+)
+from scalerl.models import (
+    MIXTURE_MODULE,
+    Family,
+    HFWeights,
+    ModelShape,
+    family_of,
+    read_config,
+    value_model_config,
 )
 
 # The head of a critic.

@@ -24,7 +24,7 @@ from scalerl.checkpoint.store import (
 )
 from scalerl.checkpoint.torch_dist import DistCheckpoint, while_there
 from scalerl.errors import EXIT_USER_ERROR, CommandParser
-from scalerl.families import ModelShape
+from scalerl.models import ModelShape
 
 # Prefixes of keys -> what these tensors are. Keys with none of them are weights of the model.
 _PARTS = {

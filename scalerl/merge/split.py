@@ -16,7 +16,8 @@ import torch
 
 from scalerl.checkpoint.pieces import Piece, boxes, write_file, write_index
 from scalerl.config.pipeline_sizes import PipelineSizes
-from scalerl.families import (
+from scalerl.merge.whole_directory import whole_directory
+from scalerl.models import (
     CHECKPOINT_MODEL_PREFIX,
     HFWeights,
     ModelShape,
@@ -25,7 +26,6 @@ from scalerl.families import (
     family_of,
     padded_vocab_size,
 )
-from scalerl.merge.whole_directory import whole_directory
 
 
 @dataclass(frozen=True)

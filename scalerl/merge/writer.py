@@ -15,7 +15,7 @@ import torch
 
 from scalerl.checkpoint.torch_dist import as_bytes
 from scalerl.checkpoint.writeback import Writeback, reserve
-from scalerl.families.weights import INDEX_NAME
+from scalerl.models.weights import INDEX_NAME
 
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from scalerl.batch.data_proto import cu_seqlens_of
 from scalerl.parallel.attention import PackedAttention
 from scalerl.parallel.micro_batch import Packing
-from scalerl.protocol import cu_seqlens_of
 
 # A sequence of one token, and lengths around the kernels' tile sizes.
 LENGTHS = (1, 7, 64, 129, 300)

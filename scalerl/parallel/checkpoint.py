@@ -22,15 +22,15 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_
 from safetensors.torch import load
 from safetensors.torch import save as serialized
 
+from scalerl.base.random_states import generator_states, restore_generators
+from scalerl.base.whole_file import fsync
 from scalerl.checkpoint.errors import CheckpointReadError, DamagedCheckpointError
 from scalerl.checkpoint.pieces import DIST_CKPT, Piece, WrittenFile, boxes, write_file, write_index
 from scalerl.checkpoint.store import RNG, CheckpointWriteError
 from scalerl.checkpoint.torch_dist import DistCheckpoint, PieceReader, StoredPiece, while_there
 from scalerl.errors import UserError
-from scalerl.families import CHECKPOINT_MODEL_ROOTS, ModelShape, Param, padded_vocab_size
+from scalerl.models import CHECKPOINT_MODEL_ROOTS, ModelShape, Param, padded_vocab_size
 from scalerl.parallel.optimizer import adopt_main_parameters, main_tensors, optimizer_parts, set_num_updates
-from scalerl.random_states import generator_states, restore_generators
-from scalerl.whole_file import fsync
 
 if TYPE_CHECKING:
     from scalerl.parallel.engine import MegatronEngine

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch import Tensor
 
-from scalerl.balance import Alignment
-from scalerl.families import Head, ModelShape, family_of
+from scalerl.batch import Alignment
+from scalerl.batch.data_proto import DataProto, Jagged
+from scalerl.models import Head, ModelShape, family_of
 from scalerl.parallel import platform
 from scalerl.parallel.expert_weights import named_gradients, router_biases
 from scalerl.parallel.export import Needed, export_buckets
@@ -40,7 +41,6 @@ from scalerl.parallel.output import output_weight, whole_hidden
 from scalerl.parallel.pipeline import run_schedule
 from scalerl.parallel.rotary import Rotary
 from scalerl.parallel.ulysses import gather_replicated
-from scalerl.protocol import DataProto, Jagged
 
 if TYPE_CHECKING:
     from scalerl.config.schema import MegatronConfig, OptimConfig

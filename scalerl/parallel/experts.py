@@ -22,7 +22,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from scalerl.families import ModelShape
+from scalerl.models import ModelShape
 from scalerl.parallel.cpu_kernels import swiglu
 from scalerl.parallel.expert_weights import mark_of_experts, sharded_experts
 from scalerl.parallel.te_experts import transformer_engine_experts
@@ -279,7 +279,7 @@ class Experts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, ShardedTensorFactory]:
-        """The tensors of a checkpoint, a key for each expert: `...local_experts.<global index>...`, as in families/."""
+        """The tensors of a checkpoint, a key for each expert: `...local_experts.<global index>...`, as in models/."""
         first = self.groups.ep.rank() * self.num_local_experts
         return {
             f"{prefix}{name}.weight": sharded_experts(

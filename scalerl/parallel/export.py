@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scalerl.families import Family, ModelShape, Param, padded_vocab_size
+from scalerl.models import Family, ModelShape, Param, padded_vocab_size
 from scalerl.parallel.expert_weights import named_tensors
 from scalerl.parallel.layout import Groups
 from scalerl.parallel.loading import local_params

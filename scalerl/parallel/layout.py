@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from scalerl.base.garbage import collect_garbage
+from scalerl.base.random_states import seed_generators
 from scalerl.config import LayoutSizes
-from scalerl.garbage import collect_garbage
-from scalerl.random_states import seed_generators
 
 
 @dataclass(frozen=True)

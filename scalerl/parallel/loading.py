@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
-from scalerl.families import Family, HFWeights, ModelShape, Param
+from scalerl.models import Family, HFWeights, ModelShape, Param
 from scalerl.parallel.expert_weights import named_tensors
 from scalerl.parallel.layout import Groups
 from scalerl.parallel.marks import mark

@@ -11,9 +11,9 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from scalerl.balance.alignment import NO_ALIGNMENT, Alignment
+from scalerl.batch.alignment import NO_ALIGNMENT, Alignment
+from scalerl.batch.data_proto import DataProto, Jagged, cu_seqlens_of
 from scalerl.parallel.ulysses import zigzag_order
-from scalerl.protocol import DataProto, Jagged, cu_seqlens_of
 
 if TYPE_CHECKING:
     from scalerl.parallel.moe_routing import Routing

@@ -11,7 +11,7 @@ from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from scalerl.families import ModelShape
+from scalerl.models import ModelShape
 
 
 def latent_config(shape: ModelShape) -> dict[str, Any]:

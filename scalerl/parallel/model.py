@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from scalerl.config.value_checks import show
 from scalerl.errors import UserError
-from scalerl.families import ModelShape, padded_vocab_size
+from scalerl.models import ModelShape, padded_vocab_size
 from scalerl.parallel.attention import PackedAttention, RMSNorm
 from scalerl.parallel.cpu_kernels import swiglu
 from scalerl.parallel.experts import mixture_config, mixture_layer_spec
@@ -136,7 +136,7 @@ def build_model(shape: ModelShape, config: TransformerConfig, groups: Groups) ->
     submodules: Any = layer.submodules
     submodules.input_layernorm = RMSNorm
     submodules.pre_mlp_layernorm = RMSNorm
-    # Checkpoint keys are the parameter names of families/, not transformer-engine's fused ones.
+    # Checkpoint keys are the parameter names of models/, not transformer-engine's fused ones.
     submodules.sharded_state_dict_keys_map = {}
     submodules.mlp.submodules.activation_func = swiglu
     attention = submodules.self_attention.submodules

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scalerl.families import ModelShape
+from scalerl.batch.data_proto import Jagged
+from scalerl.models import ModelShape
 from scalerl.parallel.layout import Groups
 from scalerl.parallel.micro_batch import MicroBatch, unpack
-from scalerl.protocol import Jagged
 
 # Token column of the experts chosen in every layer: [T, layers, experts per token] integers, -1: no choice is known.
 ROUTED_EXPERTS = "routed_experts"

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from scalerl import nvidia
-from scalerl.garbage import frozen_imports
+from scalerl.base import nvidia
+from scalerl.base.garbage import frozen_imports
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scalerl.families import ModelShape
+from scalerl.models import ModelShape
 from scalerl.parallel.cpu_kernels import rotate_in_blocks
 
 

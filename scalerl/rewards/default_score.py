@@ -6,9 +6,9 @@ from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
 
+from scalerl.base.user_code import is_same_definition, on_forget, place_of
 from scalerl.rewards import code, gsm8k, math_answer, math_dapo, multiple_choice, reasoning_gym
 from scalerl.rewards.errors import RewardError
-from scalerl.user_code import is_same_definition, on_forget, place_of
 
 # Called with (solution_str, ground_truth, extra_info); returns a score, or a dict with "score".
 RewardRule = Callable[[str, Any, dict[str, Any] | None], float | dict[str, Any]]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from scalerl.base.user_code import imported_files
 from scalerl.rewards.calls import NUM_THREADS, RewardCaller
 from scalerl.rewards.function_processes import START_TIMEOUT_S, ProcessPool
 from scalerl.rewards.manager import NaiveRewardManager, register_reward_manager
 from scalerl.rewards.reward_function import RewardFunction
-from scalerl.user_code import imported_files
 
 
 @register_reward_manager("prime")

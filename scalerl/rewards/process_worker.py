@@ -47,14 +47,14 @@ def main() -> None:
 
 def _load(target: str, user_files: list[str]) -> tuple[Callable[..., Any], str | None]:
     if user_files:
-        from scalerl.user_code import import_files
+        from scalerl.base.user_code import import_files
 
         import_files(user_files)
     source, _, name = target.rpartition(":")
     if not source.endswith(".py"):
         return getattr(importlib.import_module(source), name), None
+    from scalerl.base.user_code import import_file
     from scalerl.rewards.reward_function import FunctionsAsOne
-    from scalerl.user_code import import_file
 
     module = import_file(Path(source), "custom_reward_function.path")
     *several, single = name.split(",")

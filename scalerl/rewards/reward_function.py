@@ -12,11 +12,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from scalerl.base.user_code import UserCodeError, cause_of, defined_in, import_file
 from scalerl.config.schema import CustomRewardFunctionConfig
 from scalerl.rewards.default_score import default_compute_score, default_compute_scores
 from scalerl.rewards.errors import RewardError
 from scalerl.rewards.function_processes import CallFailed
-from scalerl.user_code import UserCodeError, cause_of, defined_in, import_file
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 # Arguments of a function that scores many samples in one call: lists of one length.

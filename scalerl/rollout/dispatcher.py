@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from scalerl.rollout.server_choice import ServerChooser
-from scalerl.servers.client import RolloutClient
-from scalerl.servers.requests import (
+from scalerl.rollout.servers.client import RolloutClient
+from scalerl.rollout.servers.requests import (
     ABORTED,
     NO_VERSION,
     GenerateOutput,

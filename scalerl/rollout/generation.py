@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from scalerl.rollout.dispatcher import Dispatcher, Recovery
-from scalerl.servers.client import RolloutClient
-from scalerl.servers.requests import GenerateOutput, GenerateRequest, SampleKey
+from scalerl.rollout.servers.client import RolloutClient
+from scalerl.rollout.servers.requests import GenerateOutput, GenerateRequest, SampleKey
 
 # Request id -> its samples, all finished; in the order in which they were completed.
 Groups = Mapping[int | str, Sequence[GenerateOutput]]

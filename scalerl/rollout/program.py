@@ -13,11 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from scalerl.config.schema import ProgramConfig
-from scalerl.errors import RunError, UserError
-from scalerl.rewards.manager import number_of
-from scalerl.servers.requests import ABORTED, NO_VERSION, GenerateOutput, SamplingParams
-from scalerl.user_code import (
+from scalerl.base.user_code import (
     UserCodeError,
     cause_of,
     file_of,
@@ -25,6 +21,10 @@ from scalerl.user_code import (
     load_function,
     place_of,
 )
+from scalerl.config.schema import ProgramConfig
+from scalerl.errors import RunError, UserError
+from scalerl.rewards.manager import number_of
+from scalerl.rollout.servers.requests import ABORTED, NO_VERSION, GenerateOutput, SamplingParams
 
 if TYPE_CHECKING:
     from scalerl.data import PromptRow

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from scalerl.servers.requests import SamplingParams
+from scalerl.rollout.servers.requests import SamplingParams
 
 KEY = "sampling"
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from scalerl.rollout.dispatcher import STOP_POLL_S, Dispatcher, Recovery
 from scalerl.rollout.program import Ask, Program, Servers, Tools, Trajectory, run_program
-from scalerl.servers.client import RolloutClient
-from scalerl.servers.requests import (
+from scalerl.rollout.servers.client import RolloutClient
+from scalerl.rollout.servers.requests import (
     ABORTED,
     NO_VERSION,
     GenerateOutput,

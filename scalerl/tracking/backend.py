@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from scalerl.base.user_code import on_forget
 from scalerl.errors import UserError
-from scalerl.user_code import on_forget
 
 FINISH_TIMEOUT_S = 60.0
 STATUSES = ("FINISHED", "FAILED", "KILLED")

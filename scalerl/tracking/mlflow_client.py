@@ -13,11 +13,11 @@ from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING
 
-from scalerl.scratch import scratch_directory
+from scalerl.base.scratch import scratch_directory
+from scalerl.base.whole_file import fsync
 from scalerl.tracking.mlflow_history import remove_metrics
 from scalerl.tracking.mlflow_names import metric_name
 from scalerl.tracking.spool import Record
-from scalerl.whole_file import fsync
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scalerl.metrics.metric import Metric
 from scalerl.tracking.backend import (
     FINISH_TIMEOUT_S,
     STATUSES,
@@ -23,6 +22,7 @@ from scalerl.tracking.backend import (
 )
 from scalerl.tracking.channel import QUEUE_SIZE, STALL_S, START_TIMEOUT_S, Channel
 from scalerl.tracking.console import ConsoleBackend
+from scalerl.tracking.metrics.metric import Metric
 from scalerl.tracking.mlflow_backend import MlflowBackend
 
 logger = logging.getLogger(__name__)

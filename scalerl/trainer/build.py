@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Literal
 
 from scalerl.algorithms import KLController
-from scalerl.balance import SizeKeys
+from scalerl.base.garbage import collect_garbage
+from scalerl.base.random_states import seed_generators
+from scalerl.base.user_code import absolute
+from scalerl.batch import SizeKeys
 from scalerl.cluster.pools import ResourcePool, are_here
 from scalerl.cluster.processes import Lease
 from scalerl.cluster.worker_group import Limit, WorkerGroup, join_ranks
@@ -25,32 +28,29 @@ from scalerl.config import (
 from scalerl.config.save import RESOLVED_CONFIG
 from scalerl.config.schema import ResourcePoolConfig, RunConfig
 from scalerl.config.sections import ACTOR, ROLLOUT
-from scalerl.controller.sampling.judge import JudgeServers
-from scalerl.controller.sampling.policy_servers import PolicyServers
-from scalerl.controller.sampling.rollout import HybridRollout
-from scalerl.controller.training.rl_worker import RLWorker
-from scalerl.controller.training.roles import MegatronActor, MegatronCritic, MegatronReference, MegatronRewardModel
-from scalerl.controller.training.worker import MegatronWorker
 from scalerl.data import PromptCursor
-from scalerl.families.flops import flops_shape
-from scalerl.garbage import collect_garbage
-from scalerl.metrics import Timers
+from scalerl.models.flops import flops_shape
 from scalerl.parallel.layout import Layout
-from scalerl.random_states import seed_generators
+from scalerl.rollout.sampling.judge import JudgeServers
+from scalerl.rollout.sampling.policy_servers import PolicyServers
+from scalerl.rollout.sampling.rollout import HybridRollout
 from scalerl.tracking import Tracking
-from scalerl.trainer import checkpoints
-from scalerl.trainer.attention_choice import AttentionChoice, agree_on_attention
-from scalerl.trainer.beginning import StartPhases, length_of_epochs
-from scalerl.trainer.own_files import OWN_FILES, own_files
-from scalerl.trainer.packing_rules import PackingRules, Planner
+from scalerl.tracking.metrics import Timers
+from scalerl.trainer.checks.attention_choice import AttentionChoice, agree_on_attention
+from scalerl.trainer.checks.preflight import PPOInputs, trained_models
+from scalerl.trainer.console_texts import StartPhases, length_of_epochs
+from scalerl.trainer.planners import PackingRules, Planner
 from scalerl.trainer.ppo import Run, load
-from scalerl.trainer.preflight import PPOInputs, trained_models
+from scalerl.trainer.ranks.rl_worker import RLWorker
+from scalerl.trainer.ranks.roles import MegatronActor, MegatronCritic, MegatronReference, MegatronRewardModel
+from scalerl.trainer.ranks.worker import MegatronWorker
 from scalerl.trainer.run_description import describe
 from scalerl.trainer.run_host import RunHost, is_val_only, log_directory
 from scalerl.trainer.sample_stream import SampleStream
-from scalerl.trainer.saves import Saves
+from scalerl.trainer.saving import checkpoints
+from scalerl.trainer.saving.saves import Saves
+from scalerl.trainer.saving.user_file_digests import OWN_FILES, own_files
 from scalerl.trainer.step_metrics import MfuBasis
-from scalerl.user_code import absolute
 
 # For the report of a hang: stacks and flight records of all ranks.
 REPORT_S = 120.0

@@ -13,13 +13,13 @@ from typing import Protocol
 
 import numpy as np
 
-from scalerl.balance import StepPlan
+from scalerl.batch import StepPlan
 from scalerl.cluster.batch import BatchRef, PlacedBatch
 from scalerl.config.schema import AlgorithmConfig
-from scalerl.controller.sampling.groups import EarlyEnd, SampleGroup
-from scalerl.controller.sampling.rollout import Finished, Generation
-from scalerl.controller.training.save_calls import Writing
-from scalerl.metrics import Metrics
+from scalerl.rollout.sampling.groups import EarlyEnd, SampleGroup
+from scalerl.rollout.sampling.rollout import Finished, Generation
+from scalerl.tracking.metrics import Metrics
+from scalerl.trainer.ranks.save_calls import Writing
 
 
 class Rollout(Protocol):

@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from scalerl.base.user_code import UserCodeError, cause_of, file_of, load_function, place_of
 from scalerl.config.schema import CustomFitConfig
 from scalerl.errors import RunError, UserError
-from scalerl.user_code import UserCodeError, cause_of, file_of, load_function, place_of
 
 if TYPE_CHECKING:
     from scalerl.trainer.ppo import Run

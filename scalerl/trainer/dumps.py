@@ -10,9 +10,9 @@ import numpy as np
 
 from scalerl.cluster.batch import BatchRef, PlacedBatch
 from scalerl.config.schema import TrainerConfig
-from scalerl.trainer.checkpoints import is_due
 from scalerl.trainer.contracts import Actor, Rollout
 from scalerl.trainer.mismatched_samples import worst_rows, write_outliers
+from scalerl.trainer.saving.checkpoints import is_due
 
 
 def dump_step(

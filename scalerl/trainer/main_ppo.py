@@ -6,19 +6,25 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from scalerl.base.garbage import frozen_imports
+from scalerl.base.stop import EXIT_REQUEUE
+from scalerl.base.user_code import forget_files
+from scalerl.cluster.device import devices_line
 from scalerl.config import batch_table, help_text, total_steps, translation_table
 from scalerl.errors import run_main
-from scalerl.garbage import frozen_imports
-from scalerl.runtime.device import devices_line
-from scalerl.runtime.stop import EXIT_REQUEUE
-from scalerl.trainer.beginning import StartPhases, command_line, finished_at, finished_text, printing_how_to_continue
-from scalerl.trainer.look_ups import composed_run
-from scalerl.user_code import forget_files
+from scalerl.trainer.checks.early_checks import composed_run
+from scalerl.trainer.console_texts import (
+    StartPhases,
+    command_line,
+    finished_at,
+    finished_text,
+    printing_how_to_continue,
+)
 
 if TYPE_CHECKING:
     from scalerl.cluster.processes import Processes
+    from scalerl.trainer.checks.preflight import PPOInputs
     from scalerl.trainer.ppo import Run
-    from scalerl.trainer.preflight import PPOInputs
 
 
 def main(argv: Sequence[str] | None = None, processes: Processes | None = None) -> int:
@@ -55,10 +61,9 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
 
         # Imported here: --help and a configuration that cannot be read must not wait for torch.
         with frozen_imports():
-            from scalerl.memory_plan.report import summary
-            from scalerl.trainer import checkpoints
-            from scalerl.trainer.model_checks import learning_rate_line
-            from scalerl.trainer.preflight import check_ppo
+            from scalerl.trainer.checks.model_checks import learning_rate_line
+            from scalerl.trainer.checks.preflight import check_ppo
+            from scalerl.trainer.saving import checkpoints
 
         phases.begin("data")
         inputs = check_ppo(cfg, digests=not dry_run)
@@ -69,7 +74,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
         if (line := learning_rate_line("actor_rollout_ref.actor.optim.lr", lr, inputs.shapes["actor"])) is not None:
             print(line, flush=True)
         if inputs.memory is not None:
-            print(summary(inputs.memory), flush=True)
+            print(inputs.memory.summary, flush=True)
         if not cfg.trainer.val_only:
             num_steps = total_steps(cfg.trainer, len(inputs.train), cfg.data.train_batch_size)
             print(checkpoints.announcement(cfg.trainer, num_steps), flush=True)

@@ -6,18 +6,24 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from scalerl.base.garbage import frozen_imports
+from scalerl.base.stop import EXIT_REQUEUE
+from scalerl.base.user_code import forget_files
+from scalerl.cluster.device import devices_line
 from scalerl.config import help_text, total_steps, translation_table
 from scalerl.errors import run_main
-from scalerl.garbage import frozen_imports
-from scalerl.runtime.device import devices_line
-from scalerl.runtime.stop import EXIT_REQUEUE
-from scalerl.trainer.beginning import StartPhases, command_line, finished_at, finished_text, printing_how_to_continue
-from scalerl.trainer.look_ups import composed_run
-from scalerl.user_code import forget_files
+from scalerl.trainer.checks.early_checks import composed_run
+from scalerl.trainer.console_texts import (
+    StartPhases,
+    command_line,
+    finished_at,
+    finished_text,
+    printing_how_to_continue,
+)
 
 if TYPE_CHECKING:
     from scalerl.cluster.processes import Processes
-    from scalerl.trainer.preflight import SFTInputs
+    from scalerl.trainer.checks.preflight import SFTInputs
     from scalerl.trainer.sft import SFTRun
 
 
@@ -51,10 +57,9 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
             return 0
 
         with frozen_imports():
-            from scalerl.memory_plan.report import summary
-            from scalerl.trainer import checkpoints
-            from scalerl.trainer.model_checks import learning_rate_line
-            from scalerl.trainer.preflight import check_sft
+            from scalerl.trainer.checks.model_checks import learning_rate_line
+            from scalerl.trainer.checks.preflight import check_sft
+            from scalerl.trainer.saving import checkpoints
 
         phases.begin("data")
         inputs = check_sft(cfg, digests=not dry_run)
@@ -71,7 +76,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
                     flush=True,
                 )
         if inputs.memory is not None:
-            print(summary(inputs.memory), flush=True)
+            print(inputs.memory.summary, flush=True)
         print(f"steps of the run: {num_steps}\n{checkpoints.announcement(cfg.trainer, num_steps)}", flush=True)
         if dry_run:
             print(checkpoints.dry_run_text(inputs.resumed))

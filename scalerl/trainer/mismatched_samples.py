@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from scalerl.metrics import worst_samples
+from scalerl.tracking.metrics import worst_samples
 
 # Columns that identify a sample; `row` is its row in the step's dump.
 IDENTITY = ("prompt_uid", "sample_index", "policy_version", "prompt_length", "response_length", "finish_reason")

@@ -11,22 +11,22 @@ import numpy as np
 
 from scalerl.algorithms import KLController
 from scalerl.algorithms.one_pass import is_one_pass_enough
+from scalerl.base.random_states import generator_states, restore_generators
+from scalerl.base.stop import StopRequest
 from scalerl.cluster.batch import PlacedBatch
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config import PPOConfig
-from scalerl.controller.training.worker import MegatronWorker
-from scalerl.metrics import Metric, Timers, merge_metrics, validation_metrics
-from scalerl.random_states import generator_states, restore_generators
-from scalerl.runtime.stop import StopRequest
 from scalerl.tracking import Tracking
-from scalerl.trainer import checkpoints
-from scalerl.trainer.beginning import StartPhases
+from scalerl.tracking.metrics import Metric, Timers, merge_metrics, validation_metrics
+from scalerl.trainer.console_texts import StartPhases
 from scalerl.trainer.contracts import Actor, Critic, Reference, RewardModel, Rollout
 from scalerl.trainer.dumps import dump_step, generations_table
-from scalerl.trainer.packing_rules import Planner, plan_roles
+from scalerl.trainer.planners import Planner, plan_roles
 from scalerl.trainer.profiling import profiled
+from scalerl.trainer.ranks.worker import MegatronWorker
 from scalerl.trainer.sample_stream import SampleStream
-from scalerl.trainer.saves import Saves
+from scalerl.trainer.saving import checkpoints
+from scalerl.trainer.saving.saves import Saves
 from scalerl.trainer.step_advantages import add_greedy_baseline, estimate_advantages, needs_greedy_baseline
 from scalerl.trainer.step_metrics import MfuBasis, StepOutcome, no_contrast, step_metrics
 

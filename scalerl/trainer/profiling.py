@@ -8,9 +8,9 @@ from pathlib import Path
 
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config.schema import RunConfig
-from scalerl.controller.training.worker import MegatronWorker
-from scalerl.metrics import Timers
 from scalerl.tracking import Tracking
+from scalerl.tracking.metrics import Timers
+from scalerl.trainer.ranks.worker import MegatronWorker
 
 # Larger profiles stay in the run's directory alone.
 MAX_ARTIFACT_BYTES = 2**30

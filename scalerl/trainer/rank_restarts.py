@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from scalerl.base.stop import StopRequest
 from scalerl.cluster.failures import WorkerError
 from scalerl.cluster.pools import ResourcePool
 from scalerl.config.schema import RunConfig
-from scalerl.runtime.stop import StopRequest
 from scalerl.tracking import Tracking
-from scalerl.trainer.checkpoints import Resumed, find_resume_point
-from scalerl.trainer.saves import Saves
+from scalerl.trainer.saving.checkpoints import Resumed, find_resume_point
+from scalerl.trainer.saving.saves import Saves
 
 logger = logging.getLogger(__name__)
 

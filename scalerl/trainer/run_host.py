@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from scalerl.base.directory_lock import DirectoryInUseError, EarlierAttemptError, directory_lock
+from scalerl.base.stop import StopRequest
 from scalerl.checkpoint.errors import DamagedCheckpointError
 from scalerl.checkpoint.store import finish_commit
 from scalerl.cluster.failures import WorkerError
@@ -17,12 +19,10 @@ from scalerl.cluster.processes import Lease, Processes
 from scalerl.config import PPOConfig, SFTConfig
 from scalerl.config.schema import RunConfig
 from scalerl.errors import UserError
-from scalerl.runtime.directory_lock import DirectoryInUseError, EarlierAttemptError, directory_lock
-from scalerl.runtime.stop import StopRequest
-from scalerl.trainer.beginning import StartPhases
-from scalerl.trainer.checkpoints import Resumed, find_resume_point
-from scalerl.trainer.preflight import PPOInputs, SFTInputs, find_resume_point_again
+from scalerl.trainer.checks.preflight import PPOInputs, SFTInputs, find_resume_point_again
+from scalerl.trainer.console_texts import StartPhases
 from scalerl.trainer.rank_restarts import RankRestarts, seconds_left
+from scalerl.trainer.saving.checkpoints import Resumed, find_resume_point
 
 # Directory in trainer.default_local_dir for the files of a run with trainer.val_only.
 VAL_ONLY = "val_only"

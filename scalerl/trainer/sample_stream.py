@@ -12,11 +12,11 @@ import numpy as np
 
 from scalerl.cluster.batch import BatchRef
 from scalerl.config import PPOConfig
-from scalerl.controller.sampling.groups import EarlyEnd, GroupFilter, SampleGroup, kept_uids
-from scalerl.controller.sampling.rollout import Finished, Generation
 from scalerl.data import PromptCursor
 from scalerl.errors import UserError
-from scalerl.metrics import Metric, merge_metrics
+from scalerl.rollout.sampling.groups import EarlyEnd, GroupFilter, SampleGroup, kept_uids
+from scalerl.rollout.sampling.rollout import Finished, Generation
+from scalerl.tracking.metrics import Metric, merge_metrics
 from scalerl.trainer.contracts import Rollout
 from scalerl.trainer.ledger import Ledger
 

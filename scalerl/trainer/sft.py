@@ -11,28 +11,28 @@ from pathlib import Path
 import numpy as np
 import ray
 
-from scalerl.balance import SizeKeys, packing_metrics, plan_step
+from scalerl.base.stop import StopRequest
+from scalerl.batch import SizeKeys, packing_metrics, plan_step
 from scalerl.cluster.batch import ShardedBatch
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config import SFTConfig, total_steps, world_size
-from scalerl.controller.training.save_calls import begin_rank_saves
-from scalerl.controller.training.sft_worker import SFTWorker
-from scalerl.controller.training.worker import MegatronWorker
 from scalerl.data import PromptCursor, SFTDataset
-from scalerl.families.flops import flops_shape
-from scalerl.metrics import Metric, Timers, merge_metrics, mfu, to_floats
+from scalerl.models.flops import flops_shape, mfu
 from scalerl.parallel.layout import Layout
-from scalerl.runtime.stop import StopRequest
 from scalerl.tracking import Tracking
-from scalerl.trainer import checkpoints
-from scalerl.trainer.beginning import length_of_epochs
+from scalerl.tracking.metrics import Metric, Timers, merge_metrics, to_floats
 from scalerl.trainer.build import join_trainers, open_tracker, say_how_to_open, start_phases, start_pool, start_workers
-from scalerl.trainer.own_files import OWN_FILES, own_files
-from scalerl.trainer.packing_rules import PackingRules
-from scalerl.trainer.preflight import SFTInputs
+from scalerl.trainer.checks.preflight import SFTInputs
+from scalerl.trainer.console_texts import length_of_epochs
+from scalerl.trainer.planners import PackingRules
 from scalerl.trainer.profiling import profiled
+from scalerl.trainer.ranks.save_calls import begin_rank_saves
+from scalerl.trainer.ranks.sft_worker import SFTWorker
+from scalerl.trainer.ranks.worker import MegatronWorker
 from scalerl.trainer.run_host import RunHost
-from scalerl.trainer.saves import Saves
+from scalerl.trainer.saving import checkpoints
+from scalerl.trainer.saving.saves import Saves
+from scalerl.trainer.saving.user_file_digests import OWN_FILES, own_files
 from scalerl.trainer.step_metrics import MfuBasis
 
 

@@ -11,8 +11,8 @@ import torch
 from scalerl.algorithms import AdvantageEstimator, KLController, get_adv_estimator
 from scalerl.cluster.batch import BatchRef, PlacedBatch
 from scalerl.config.schema import AlgorithmConfig
-from scalerl.metrics import Metric
-from scalerl.metrics.failed_samples import as_wrong
+from scalerl.tracking.metrics import Metric
+from scalerl.tracking.metrics.failed_samples import as_wrong
 
 if TYPE_CHECKING:
     # Not for a dry run, whose checks import this module: that one imports checkpoints.

@@ -9,20 +9,19 @@ from typing import Any
 import numpy as np
 
 from scalerl.algorithms import rollout_corr_metrics
-from scalerl.balance import StepPlan, packing_metrics, seqlen_metrics
+from scalerl.batch import StepPlan, packing_metrics, seqlen_metrics
 from scalerl.config import PPOConfig, num_devices
-from scalerl.controller.sampling.groups import SCORE, GroupFilter, kept_uids
-from scalerl.metrics import (
-    FlopsShape,
+from scalerl.models.flops import FlopsShape, mfu
+from scalerl.rollout.sampling.groups import SCORE, GroupFilter, kept_uids
+from scalerl.tracking.metrics import (
     Metric,
     compute_data_metrics,
     compute_throughput_metrics,
     compute_timing_metrics,
-    mfu,
     rollout_diff_metrics,
     to_floats,
 )
-from scalerl.metrics.failed_samples import with_wrong_extras
+from scalerl.tracking.metrics.failed_samples import with_wrong_extras
 
 NODE_MEMORY = "perf/cpu_memory_used_gb"
 EQUAL_GROUPS = "reward/equal_groups_frac"

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from scalerl.merge import merge
 from scalerl.parallel import checkpoint
-from scalerl.trainer import checkpoints
+from scalerl.trainer.saving import checkpoints
 from tests import whole_saves
 from tests.dist import layouts
 from tests.dist.launch import run_ranks
@@ -87,7 +87,7 @@ class Trainer:
         return MegatronEngine(model_path, MegatronConfig(dtype="float32"), self.groups, optim=optim)
 
     def update(self, count: int) -> list[dict[str, float]]:
-        from scalerl.protocol import DataProto, Jagged
+        from scalerl.batch.data_proto import DataProto, Jagged
 
         generator = torch.Generator().manual_seed(3)
         rows = [torch.randint(0, 500, (length,), generator=generator) for length in LENGTHS]

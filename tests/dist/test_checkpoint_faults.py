@@ -16,7 +16,7 @@ from scalerl.checkpoint.digest import BLOCK_BYTES
 from scalerl.checkpoint.errors import DamagedCheckpointError
 from scalerl.checkpoint.torch_dist import DistCheckpoint
 from scalerl.parallel import checkpoint
-from scalerl.trainer import checkpoints
+from scalerl.trainer.saving import checkpoints
 from tests.dist.launch import run_ranks
 from tests.filesystems import mounted, slow, with_quota
 from tests.tiny_models import make_tiny_model

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 
 from scalerl.checkpoint.pieces import MAX_PIECE_BYTES
 from scalerl.checkpoint.torch_dist import DistCheckpoint
-from scalerl.families import ModelShape, family_of
-from scalerl.memory_plan.plan import CHECKPOINT_PIECE_BYTES
+from scalerl.extras.plan.plan import CHECKPOINT_PIECE_BYTES
+from scalerl.models import ModelShape, family_of
 from scalerl.parallel import checkpoint
-from scalerl.trainer.checkpoints import SavedModel, find_resume_point
+from scalerl.trainer.saving.checkpoints import SavedModel, find_resume_point
 from tests.dist.launch import run_ranks
 from tests.dist.test_load_memory import CLEAR_REFS, resident_bytes
 from tests.whole_saves import save as save_whole

@@ -7,7 +7,7 @@ import torch
 
 from scalerl.algorithms import Correction, correct, rollout_corr_metrics
 from scalerl.config.schema import RolloutCorrectionConfig
-from scalerl.metrics import merge_metrics, to_floats
+from scalerl.tracking.metrics import merge_metrics, to_floats
 from tests.dist.launch import run_ranks
 
 # Tokens of the sequences on each rank; every second token of a sequence is sampled, so that one of 1 token has none.

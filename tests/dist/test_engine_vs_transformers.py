@@ -74,10 +74,10 @@ def token_weights() -> list[Tensor]:
 
 
 def measure(models: dict[str, str], layout: dict[str, int]) -> dict[str, FromEngine]:
+    from scalerl.batch.data_proto import DataProto, Jagged
     from scalerl.config.schema import MegatronConfig, OptimConfig
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.parallel.layout import Layout, initialize
-    from scalerl.protocol import DataProto, Jagged
 
     groups = initialize(Layout(**layout), backend="gloo", timeout_s=60, seed=1)
     dp_size, dp_rank = groups.layout.dp_size, groups.coordinates.dp_rank
@@ -274,10 +274,10 @@ def poisoned(
     model: str, tp_size: int, pp_size: int, world_size: int, poison: float
 ) -> tuple[str, bool, dict[str, float]]:
     """An update with a gradient poisoned on one dp rank: its error, whether it left no trace, the next update."""
+    from scalerl.batch.data_proto import DataProto, Jagged
     from scalerl.config.schema import MegatronConfig, OptimConfig
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.parallel.layout import Layout, initialize
-    from scalerl.protocol import DataProto, Jagged
 
     groups = initialize(Layout(world_size, tp_size, pp_size), backend="gloo", timeout_s=60, seed=1)
     config = MegatronConfig(dtype="float32", max_consecutive_skipped_updates=1)

@@ -71,7 +71,7 @@ class Rank:
         ]
 
     def shard(self, routed: Sequence[Tensor] | None = None) -> Any:
-        from scalerl.protocol import DataProto, Jagged
+        from scalerl.batch.data_proto import DataProto, Jagged
 
         columns = {"input_ids": Jagged.from_list([batch()[row] for row in self.mine], torch.int64)}
         if routed is not None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from scalerl.hybrid.feed_groups import FeedGroups
-from scalerl.hybrid.feeds import feeds_of
-from scalerl.servers.replica import Replica
-from scalerl.servers.weights import expected_checksums
+from scalerl.rollout.servers.replica import Replica
+from scalerl.rollout.servers.weights import expected_checksums
+from scalerl.rollout.sync.feed_groups import FeedGroups
+from scalerl.rollout.sync.feeds import feeds_of
 from tests.dist.launch import run_ranks
 
 CONFIG = {"model_type": "qwen3_moe", "vocab_size": 96, "num_attention_heads": 4, "num_experts": 2}

@@ -55,12 +55,12 @@ class Outcome:
 def train(model_path: str, sizes: dict[str, int], options: dict[str, Any]) -> Any:
     """Runs on every rank: log-probs of the batch, then NUM_UPDATES PPO updates on it, then the exported weights."""
     from scalerl.algorithms import PolicyObjective
-    from scalerl.balance import plan_step
+    from scalerl.batch import plan_step
+    from scalerl.batch.data_proto import DataProto, Jagged
     from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig
     from scalerl.parallel import platform
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.parallel.layout import Layout, initialize
-    from scalerl.protocol import DataProto, Jagged
 
     layout = Layout(**sizes)
     groups = initialize(layout, backend=platform.backend(), timeout_s=60, seed=1)

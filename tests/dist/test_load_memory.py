@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from scalerl.families import ModelShape, family_of
+from scalerl.models import ModelShape, family_of
 from tests.dist.launch import run_ranks
 from tests.dist.layouts import LAYOUTS, MIXTURE_LAYOUTS, ONE
 from tests.lanes import full
@@ -104,7 +104,7 @@ def resident_bytes(field: str) -> int:
 def load(model: str, layout: dict[str, int], dtype: str) -> dict[str, int]:
     """Builds an engine and measures load_hf_weights inside, with all parameters resident before it starts."""
     from scalerl.config.schema import MegatronConfig
-    from scalerl.families.weights import HFWeights
+    from scalerl.models.weights import HFWeights
     from scalerl.parallel import engine
     from scalerl.parallel.layout import Layout, initialize
 

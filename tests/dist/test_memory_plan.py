@@ -138,12 +138,12 @@ def measured_and_planned(
     layout: as Trainee's.  num_measured: updates, of which the least peak counts: now and then no block comes into the
     place of one that gloo has freed.  Under "updates" is what they returned, with one before that was not measured.
     """
+    from scalerl.batch.data_proto import DataProto, Jagged
     from scalerl.config.schema import MegatronConfig, ModelConfig, SFTConfig, SFTDataConfig, SFTTrainerConfig
-    from scalerl.families import ModelShape
-    from scalerl.memory_plan.plan import memory_plan
+    from scalerl.extras.plan.plan import memory_plan
+    from scalerl.models import ModelShape
     from scalerl.parallel.checkpoint import own_share
     from scalerl.parallel.host_copy import HostCopy
-    from scalerl.protocol import DataProto, Jagged
     from tests.dist.trainee import Trainee
 
     trainee = Trainee(model, layout, **megatron)

@@ -328,15 +328,15 @@ def worker_phases(model: str, layout: tuple[int, int, int], megatron: dict[str, 
     import logging
     import os
 
+    from scalerl.batch.data_proto import DataProto, Jagged
     from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig, RolloutCorrectionConfig
-    from scalerl.controller.training.rl_worker import RLWorker
     from scalerl.parallel.layout import Layout
-    from scalerl.protocol import DataProto, Jagged
+    from scalerl.trainer.ranks.rl_worker import RLWorker
 
     lines: list[str] = []
     handler = logging.Handler(logging.DEBUG)
     handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("scalerl.controller.training.rl_worker").addHandler(handler)
+    logging.getLogger("scalerl.trainer.ranks.rl_worker").addHandler(handler)
     os.environ["SCALERL_LOGGING_LEVEL"] = "debug"
     tp_size, pp_size, world_size = layout
     rank = int(os.environ["RANK"])
@@ -400,7 +400,7 @@ def test_metrics_of_updates_that_were_skipped() -> None:
     """Means over the others alone; a step that skipped all has no means, and no crash."""
     from types import SimpleNamespace
 
-    from scalerl.controller.training.worker import MegatronWorker
+    from scalerl.trainer.ranks.worker import MegatronWorker
 
     groups = SimpleNamespace(is_last_stage=True, coordinates=SimpleNamespace(tp_rank=0, dp_rank=0))
     worker = SimpleNamespace(groups=groups)

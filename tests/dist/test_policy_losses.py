@@ -36,12 +36,12 @@ def train(model_path: str, sizes: dict[str, int], max_tokens_per_micro_batch: in
     own_counts: each rank believes that its tokens are all there are.
     """
     from scalerl.algorithms import PolicyObjective
-    from scalerl.balance import plan_step
+    from scalerl.batch import plan_step
+    from scalerl.batch.data_proto import DataProto, Jagged
     from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig, PolicyLossConfig
-    from scalerl.controller.training.run_estimators import selected_tokens_column
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.parallel.layout import Layout, initialize
-    from scalerl.protocol import DataProto, Jagged
+    from scalerl.trainer.ranks.run_estimators import selected_tokens_column
 
     layout = Layout(**sizes)
     groups = initialize(layout, backend="gloo", timeout_s=60, seed=1)

@@ -45,8 +45,8 @@ def built(name: str, role: str, files: str) -> list[Built]:
     from torch.utils import _device
 
     from scalerl.config import compose, model_roles, trained_layout
-    from scalerl.families import ModelShape, family_of
-    from scalerl.memory_plan.parameters import stage_parameters
+    from scalerl.extras.plan.parameters import stage_parameters
+    from scalerl.models import ModelShape, family_of
     from scalerl.parallel import loading
     from scalerl.parallel.expert_weights import named_tensors
     from scalerl.parallel.layout import Layout, initialize, leave

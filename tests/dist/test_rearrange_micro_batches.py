@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from scalerl.compat import rearrange_micro_batches
+from scalerl.extras.verl.compat import rearrange_micro_batches
 from tests.dist.launch import run_ranks
 
 LENGTHS = [[6, 6, 6, 6], [2, 2], [3]]

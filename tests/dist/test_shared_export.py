@@ -39,10 +39,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def write_and_compare(model: str, sizes: Sizes, dtype: str) -> tuple[int, dict[str, torch.Tensor]]:
     """-> number of buckets; per tensor, which of its numbers this rank wrote. Raises unless they are the exported."""
     from scalerl.config.schema import MegatronConfig
-    from scalerl.hybrid.node_buckets import NodeBuckets
     from scalerl.parallel import platform
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.parallel.layout import Layout, initialize
+    from scalerl.rollout.sync.node_buckets import NodeBuckets
 
     platform.install("cpu")
     layout = Layout(**sizes)
@@ -79,8 +79,8 @@ def write_and_compare(model: str, sizes: Sizes, dtype: str) -> tuple[int, dict[s
 
 def write_otherwise(buckets: Any, engine: Any) -> None:
     """One rank has less free memory than the others: all of them cut the buckets that fit it, and write the same."""
-    from scalerl.hybrid.handover import BUCKET_COPIES, BUCKET_FREE_FRAC, agreed_bucket_bytes
     from scalerl.parallel.export import largest_bytes
+    from scalerl.rollout.sync.handover import BUCKET_COPIES, BUCKET_FREE_FRAC, agreed_bucket_bytes
 
     itemsize = next(engine.chunks[0].parameters()).element_size()
     largest = largest_bytes(engine.family, engine.shape, itemsize)

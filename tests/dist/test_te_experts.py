@@ -116,7 +116,7 @@ def three_kinds(model: str, layout: dict[str, int]) -> dict[str, tuple[dict[str,
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
     from scalerl.config.schema import MegatronConfig
-    from scalerl.families import ModelShape
+    from scalerl.models import ModelShape
     from scalerl.parallel.expert_weights import named_gradients, named_tensors
     from scalerl.parallel.experts import Experts
     from scalerl.parallel.layout import Layout, initialize

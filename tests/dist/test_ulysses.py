@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from scalerl.balance import Alignment
+from scalerl.batch import Alignment
 from tests.dist.launch import run_ranks
 
 LENGTHS = (9, 3, 16, 1)
@@ -106,7 +106,7 @@ def test_zigzag_gives_every_rank_the_same_causal_work() -> None:
 
 def slice_and_gather(num_tokens: int, grad_scaler: bool) -> dict[str, Any]:
     """By a group that is given; without grad_scaler by that of the process."""
-    from scalerl import compat
+    from scalerl.extras.verl import compat
 
     group, errors = start(), []
     ids = torch.arange(1, num_tokens + 1)[None]
@@ -156,7 +156,7 @@ def test_slices_and_gathers(num_tokens: int, grad_scaler: bool) -> None:
 
 
 def test_one_rank_needs_no_group() -> None:
-    from scalerl.compat import gather_outputs_and_unpad, ulysses_pad_and_slice_inputs
+    from scalerl.extras.verl.compat import gather_outputs_and_unpad, ulysses_pad_and_slice_inputs
 
     ids, positions, padding = ulysses_pad_and_slice_inputs(torch.ones(1, 3, dtype=torch.int64))
     assert (ids.shape, positions, padding) == ((1, 3), None, 0)

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from scalerl.families import ModelShape, value_model_config
 from scalerl.merge import merge
+from scalerl.models import ModelShape, value_model_config
 from tests.dist.launch import run_ranks
 from tests.dist.layouts import LAYOUTS, MIXTURE_LAYOUTS, ONE
 from tests.lanes import full, mostly_full
@@ -83,7 +83,7 @@ def build(model: str, groups: Any, options: dict[str, Any]) -> Any:
 
 def place(engine: Any) -> tuple[list[int], Any, list[list[int]]]:
     """(rows, shard, micro-batches) of this rank."""
-    from scalerl.protocol import DataProto, Jagged
+    from scalerl.batch.data_proto import DataProto, Jagged
 
     layout = engine.groups.layout
     mine = [row for row in range(len(LENGTHS)) if row % layout.dp_size == engine.groups.coordinates.dp_rank]

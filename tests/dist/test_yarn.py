@@ -30,11 +30,11 @@ def rows() -> list[Tensor]:
 
 
 def logprobs_of_engine(model: str, layout: dict[str, int]) -> list[Tensor]:
+    from scalerl.batch.data_proto import DataProto, Jagged
     from scalerl.config.schema import MegatronConfig
     from scalerl.parallel import platform
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.parallel.layout import Layout, initialize
-    from scalerl.protocol import DataProto, Jagged
 
     groups = initialize(Layout(**layout), backend=platform.backend(), timeout_s=60, seed=1)
     engine = MegatronEngine(model, MegatronConfig(dtype="float32"), groups, optim=None)

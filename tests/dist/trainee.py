@@ -40,9 +40,9 @@ class Trainee:
         frozen: bool = False,
         **megatron: Any,
     ) -> None:
+        from scalerl.batch.data_proto import DataProto, Jagged
         from scalerl.config.schema import MegatronConfig, OptimConfig
         from scalerl.parallel.engine import MegatronEngine
-        from scalerl.protocol import DataProto, Jagged
 
         self.groups = groups(layout)
         config = MegatronConfig(**{"dtype": "float32"} | megatron)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from scalerl.verify.resume import Pair, compare
+from scalerl.extras.verify.resume import Pair, compare
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any
 
 from graded_reward import server_of
 
-from scalerl.inference import generation, main_generation
-from scalerl.servers.requests import GenerateOutput
+from scalerl.commands import generation, main_generation
+from scalerl.rollout.servers.requests import GenerateOutput
 
 SERVER_LOG = Path("responses.parquet.parts", "logs", "rollout-0.").absolute()
 

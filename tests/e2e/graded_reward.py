@@ -105,7 +105,7 @@ def server_of(log: str) -> int:
         pid
         for pid, (parent, words) in table.items()
         if parent in table
-        and "scalerl.servers.supervise" in table[parent][1]
+        and "scalerl.rollout.servers.supervise" in table[parent][1]
         and any(word.startswith(logs) for word in table[parent][1])
     )
     return server

@@ -46,7 +46,7 @@ class Kept:
 
     def generate(self, arguments: Sequence[str]) -> Finished:
         """`scalerl generate ARGUMENTS`"""
-        from scalerl.inference.main_generation import main
+        from scalerl.commands.main_generation import main
 
         return self._run(main, arguments, ())
 

@@ -18,9 +18,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from scalerl.extras.verify.differences import (
+    ComparedPart,
+    compared_part,
+    metric_differences,
+    read_metrics,
+    reproducible,
+)
+from scalerl.extras.verify.resume import MLFLOW, Pair, compare, is_of_history
 from scalerl.tracking.mlflow_history import read_histories
-from scalerl.verify.differences import ComparedPart, compared_part, metric_differences, read_metrics, reproducible
-from scalerl.verify.resume import MLFLOW, Pair, compare, is_of_history
 from tests.e2e.jobs import RUN_TIMEOUT_S, Job, Process, Record
 from tests.e2e.watched_loop import PIPE
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from tests.unit.metrics.test_documented_keys import DOC, patterns
+from tests.unit.tracking.metrics.test_documented_keys import DOC, patterns
 
 # Of the steps of a run: what their parts may leave out. On a busy machine steps of half a second left out a thousandth
 # where this was written, and one of 400 steps of 46 ms a thirtieth, while it waited for the processor; that nothing but

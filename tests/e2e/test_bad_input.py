@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file, save_file
 
+from scalerl.base.directory_lock import directory_lock
 from scalerl.errors import EXIT_FAILED
 from scalerl.rewards.trial import TRIAL_RESPONSE
-from scalerl.runtime.directory_lock import directory_lock
 from tests.e2e.conftest import StartJob
 from tests.e2e.jobs import Inputs, numbered, only, refused, scalerl
 from tests.e2e.kept import Kept

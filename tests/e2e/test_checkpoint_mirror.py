@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from scalerl.base.stop import EXIT_REQUEUE
 from scalerl.checkpoint.store import integrity_problem
-from scalerl.runtime.stop import EXIT_REQUEUE
-from scalerl.servers.process import free_port
+from scalerl.rollout.servers.process import free_port
 from tests.e2e.conftest import StartJob
 from tests.e2e.jobs import Inputs, Pause, Record, main_ppo
 from tests.e2e.kept import Kept

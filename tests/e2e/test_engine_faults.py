@@ -10,8 +10,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from scalerl.controller.sampling.groups import SampleGroup
 from scalerl.errors import EXIT_FAILED
+from scalerl.rollout.sampling.groups import SampleGroup
 from tests.e2e.conftest import StartJob
 from tests.e2e.jobs import PROMPTS, SAMPLES, Inputs, Job, Record, Strike, main_ppo
 from tests.e2e.kept import Kept

@@ -17,7 +17,7 @@ import pytest
 
 from scalerl.config import PPOConfig
 from scalerl.rewards.trial import TRIAL_RESPONSE
-from scalerl.servers.host import server_seed
+from scalerl.rollout.servers.host import server_seed
 from scalerl.trainer import build
 from scalerl.trainer.build import start_order
 from tests.e2e.conftest import StartJob

@@ -20,13 +20,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from scalerl.base.stop import EXIT_REQUEUE
 from scalerl.checkpoint.store import find_latest_ckpt_path, read_trainer_state
 from scalerl.config.schema import RolloutConfig
+from scalerl.extras.verify.differences import reproducible
 from scalerl.merge import merge
-from scalerl.runtime.stop import EXIT_REQUEUE
-from scalerl.servers.host import server_seed
-from scalerl.trainer.beginning import command_line
-from scalerl.verify.differences import reproducible
+from scalerl.rollout.servers.host import server_seed
+from scalerl.trainer.console_texts import command_line
 from tests.e2e import kills, watched_loop
 from tests.e2e.conftest import StartJob
 from tests.e2e.graded_reward import compute_score
@@ -280,7 +280,7 @@ def seeds_of_servers(job: Job) -> set[int]:
     for process in job.look():
         with contextlib.suppress(psutil.Error):
             words = psutil.Process(process.pid).cmdline()
-            if "scalerl.servers.supervise" in words:
+            if "scalerl.rollout.servers.supervise" in words:
                 seeds.add(int(words[words.index("--random-seed") + 1]))
     return seeds
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from scalerl.verify.differences import compare_models, compare_samples, compare_states
+from scalerl.extras.verify.differences import compare_models, compare_samples, compare_states
 from tests.e2e.jobs import Inputs, Record
 from tests.e2e.kept import Finished, Kept
 from tests.tiny_models import FAMILIES, make_tiny_model

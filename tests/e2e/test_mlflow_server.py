@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from scalerl.servers.process import free_port
+from scalerl.rollout.servers.process import free_port
 from scalerl.tracking import Tracking, deliver
 
 TIMEOUT_S = 120

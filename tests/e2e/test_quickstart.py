@@ -20,7 +20,7 @@ from tests.e2e.conftest import EXAMPLE, StartJob
 from tests.e2e.jobs import SHARED_MEMORY, Job, Record
 from tests.e2e.step_checks import check_timing
 from tests.e2e.test_own_run import greedy
-from tests.unit.metrics.test_documented_keys import DOC, patterns
+from tests.unit.tracking.metrics.test_documented_keys import DOC, patterns
 
 TIMEOUT_S = 1800
 STEPS = 8
@@ -110,7 +110,7 @@ def finished(start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) -> F
     with pytest.MonkeyPatch.context() as environment, tempfile.TemporaryDirectory(prefix="e2e-") as tmpdir:
         environment.setenv("TMPDIR", tmpdir)
         job = start_job(quickstart(out, *often, *offload, *CORRECTION), directory)
-        server = "scalerl.servers.sglang.launch"
+        server = "scalerl.rollout.servers.sglang.launch"
         job.wait_for(lambda: (run_dir / "logs" / "rollout-0.log").exists(), "the start of the server")
         job.wait_for(lambda: any(server in line for line in job.commands()), "the server's process")
         job.wait_for(lambda: 1 in Record.read(run_dir).final, "step 1")

@@ -20,7 +20,7 @@ import pytest
 
 from scalerl.checkpoint.store import TRACKER_NAME
 from scalerl.errors import EXIT_FAILED
-from scalerl.servers.process import free_port
+from scalerl.rollout.servers.process import free_port
 from tests.e2e.conftest import StartJob
 from tests.e2e.jobs import Inputs, Record, main_ppo
 from tests.e2e.kept import Finished, Kept

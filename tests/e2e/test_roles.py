@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from scalerl.data import load_tokenizer
-from scalerl.families import value_model_config
 from scalerl.merge import merge
+from scalerl.models import value_model_config
 from tests.e2e.graded_reward import compute_score
 from tests.e2e.jobs import PROMPTS, SAMPLES, Inputs, Record, numbered, only, refused
 from tests.e2e.kept import Kept

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from scalerl.base.stop import EXIT_REQUEUE, EXIT_TERMINATED
 from scalerl.checkpoint.store import integrity_problem
 from scalerl.errors import EXIT_FAILED
-from scalerl.runtime.stop import EXIT_REQUEUE, EXIT_TERMINATED
 from tests.e2e.conftest import StartJob
 from tests.e2e.jobs import Inputs, Record, main_ppo
 from tests.e2e.kept import Kept

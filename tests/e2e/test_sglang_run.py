@@ -9,7 +9,7 @@ import pytest
 
 from scalerl.checkpoint.store import find_latest_ckpt_path, integrity_problem
 from scalerl.errors import EXIT_INTERRUPTED
-from scalerl.trainer.beginning import command_line
+from scalerl.trainer.console_texts import command_line
 from tests.e2e.conftest import StartJob
 from tests.e2e.jobs import Inputs, Job, Pause, main_ppo
 

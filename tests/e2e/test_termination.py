@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from scalerl.base.stop import EXIT_TERMINATED, TERMINATED
 from scalerl.checkpoint.store import find_latest_ckpt_path
 from scalerl.errors import EXIT_INTERRUPTED
-from scalerl.runtime.stop import EXIT_TERMINATED, TERMINATED
-from scalerl.trainer.beginning import command_line, interrupted_text
+from scalerl.trainer.console_texts import command_line, interrupted_text
 from tests.e2e.conftest import StartJob
 from tests.e2e.jobs import Inputs, Job, Pause, main_ppo
 from tests.e2e.test_sft import overrides as sft_overrides

@@ -15,8 +15,8 @@ import pytest
 
 from scalerl.data import PromptCursor
 from scalerl.errors import UserError, run_main
-from scalerl.verify import replay, resume
-from scalerl.verify.resume import Pair
+from scalerl.extras.verify import replay, resume
+from scalerl.extras.verify.resume import Pair
 from tests.e2e.changed_runs import Change, changes, check_each_is_found
 from tests.e2e.jobs import Inputs
 from tests.e2e.kept import Kept

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from scalerl.verify import resume
-from scalerl.verify.resume import Pair
+from scalerl.extras.verify import resume
+from scalerl.extras.verify.resume import Pair
 from tests.e2e.changed_runs import changes, check_each_is_found
 from tests.e2e.jobs import Inputs, Record
 from tests.e2e.kept import Kept

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from scalerl.metrics import Timers
+from scalerl.tracking.metrics import Timers
 from scalerl.trainer import ppo
 from scalerl.trainer.ppo import Run
 

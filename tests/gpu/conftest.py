@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from scalerl.config.schema import RolloutConfig
-from scalerl.servers.client import GenerateOutput, GenerateRequest, RolloutClient, SamplingParams
-from scalerl.servers.engines import ENGINES, Launch
-from scalerl.servers.process import RolloutServer, start_on_free_port
+from scalerl.rollout.servers.client import GenerateOutput, GenerateRequest, RolloutClient, SamplingParams
+from scalerl.rollout.servers.engines import ENGINES, Launch
+from scalerl.rollout.servers.process import RolloutServer, start_on_free_port
 from tests.tiny_models import make_tiny_model
 
 MAX_MODEL_LEN = 256

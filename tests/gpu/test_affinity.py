@@ -15,7 +15,7 @@ def move() -> tuple[set[int], set[int], set[int], int]:
     import pynvml
     import torch
 
-    from scalerl.runtime.affinity import run_near_gpu
+    from scalerl.base.affinity import run_near_gpu
 
     before = os.sched_getaffinity(0)
     run_near_gpu()

@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from scalerl.byte_units import GIB
-from scalerl.hybrid.handover import Handover, HandoverError, measure
-from scalerl.servers.client import RolloutClient
-from scalerl.servers.weights import serialize_bucket
+from scalerl.base.byte_units import GIB
+from scalerl.rollout.servers.client import RolloutClient
+from scalerl.rollout.servers.weights import serialize_bucket
+from scalerl.rollout.sync.handover import Handover, HandoverError, measure
 from tests.gpu.conftest import MEMORY_UTILIZATION, generate
 
 # CUDA maps memory in pieces of 2 MiB, and what SGLang keeps beside weights and KV cache stays.

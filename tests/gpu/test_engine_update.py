@@ -27,12 +27,12 @@ BFLOAT16_BOUNDS = {"before": 0.05, "after": 0.035, "loss": 0.025, "norm": 0.036}
 def train(model_path: str, dtype: str, moe_experts_impl: str = "torch") -> dict[str, Any]:
     """Runs alone in a process: log-probs, NUM_UPDATES supervised updates, log-probs again."""
     from scalerl.algorithms import SFTObjective
-    from scalerl.balance import plan_step
+    from scalerl.batch import plan_step
+    from scalerl.batch.data_proto import DataProto, Jagged
     from scalerl.config.schema import MegatronConfig, OptimConfig
     from scalerl.parallel import platform
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.parallel.layout import Layout, initialize
-    from scalerl.protocol import DataProto, Jagged
 
     groups = initialize(Layout(1), backend=platform.backend(), timeout_s=120, seed=1)
     megatron = MegatronConfig(dtype=dtype, moe_experts_impl=moe_experts_impl)

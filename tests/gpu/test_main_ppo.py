@@ -119,7 +119,8 @@ def kill_the_server_after_step_1(model: Path, run_dir: Path) -> None:
     (server,) = (
         process
         for process in psutil.process_iter(["cmdline"])
-        if "scalerl.servers.sglang.launch" in (command := process.info["cmdline"] or []) and str(model) in command
+        if "scalerl.rollout.servers.sglang.launch" in (command := process.info["cmdline"] or [])
+        and str(model) in command
     )
     server.kill()
 
@@ -127,7 +128,7 @@ def kill_the_server_after_step_1(model: Path, run_dir: Path) -> None:
 def test_two_steps_on_one_gpu(tmp_path: Path) -> None:
     import torch
 
-    from scalerl.metrics import device_peak_flops
+    from scalerl.models.flops import device_peak_flops
 
     steps = check_main_ppo(tmp_path, "cuda")
     if device_peak_flops(torch.cuda.get_device_name(), "bfloat16"):

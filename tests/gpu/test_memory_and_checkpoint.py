@@ -28,10 +28,10 @@ MOST_UNDER, MOST_OVER = 1.1, 1.5
 
 def update_peak(model: str, recompute: str | None, family: str) -> tuple[int, int]:
     """Bytes of an update beside weights, gradients and optimizer: (measured, planned)."""
+    from scalerl.batch.data_proto import DataProto, Jagged
     from scalerl.config.schema import MegatronConfig, ModelConfig, SFTConfig, SFTDataConfig, SFTTrainerConfig
-    from scalerl.families import ModelShape
-    from scalerl.memory_plan.plan import memory_plan
-    from scalerl.protocol import DataProto, Jagged
+    from scalerl.extras.plan.plan import memory_plan
+    from scalerl.models import ModelShape
 
     megatron: dict[str, Any] = {"dtype": "bfloat16", "recompute_granularity": recompute}
     trainee = Trainee(model, (1, 1, 1), **megatron)

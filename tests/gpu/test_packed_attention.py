@@ -16,16 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from scalerl.batch.data_proto import cu_seqlens_of
+from scalerl.cluster.probes.gpu import try_flash_attention
+from scalerl.config.error_collector import ErrorCollector
 from scalerl.config.schema import FLASH_ATTENTION_IMPLS, TrainerConfig
-from scalerl.controller.training.worker import MegatronWorker
 from scalerl.parallel.attention import PackedAttention
 from scalerl.parallel.flash_attention import IMPLS, use_flash_attention
 from scalerl.parallel.layout import Layout
 from scalerl.parallel.micro_batch import Packing
-from scalerl.probes.gpu import try_flash_attention
-from scalerl.protocol import cu_seqlens_of
-from scalerl.runtime.checks import ErrorCollector
-from scalerl.trainer.attention_choice import agree_on_attention, choose_attention
+from scalerl.trainer.checks.attention_choice import agree_on_attention, choose_attention
+from scalerl.trainer.ranks.worker import MegatronWorker
 
 # Of a sequence of one token, of lengths around the kernels' tile sizes, and of one long sequence.
 LENGTHS = (1, 7, 64, 129, 1, 300, 1024)

@@ -3,7 +3,7 @@
     python -m pytest tests/gpu/test_profile.py -q
 
 What is asked of CUDA, and in which order,
-tests/unit/controller/test_profile.py shows on a CPU.
+tests/unit/trainer/ranks/test_profile.py shows on a CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from scalerl.controller.training.profile import MAX_MEMORY_EVENTS, StepProfile
+from scalerl.trainer.ranks.profile import MAX_MEMORY_EVENTS, StepProfile
 from tests.dist.trainee import Trainee
 from tests.gpu.isolated import run_isolated
 from tests.gpu.test_main_ppo import check_main_ppo

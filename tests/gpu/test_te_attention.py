@@ -51,15 +51,15 @@ def attend(
     import torch.distributed as dist
     from megatron.core.transformer.enums import AttnMaskType
 
-    from scalerl.balance import Alignment
+    from scalerl.batch import Alignment
+    from scalerl.batch.data_proto import DataProto, Jagged
     from scalerl.config.schema import MegatronConfig
-    from scalerl.families import ModelShape
+    from scalerl.models import ModelShape
     from scalerl.parallel import platform
     from scalerl.parallel.layout import Layout, initialize
     from scalerl.parallel.micro_batch import pack_rows
     from scalerl.parallel.model import core_attention, transformer_config
     from scalerl.parallel.rotary import Rotary
-    from scalerl.protocol import DataProto, Jagged
     from tests.gpu.isolated import TIMEOUT_S
 
     dist.init_process_group(platform.backend())
@@ -183,11 +183,11 @@ def test_four_ranks_exchange_in_two_ways(models: dict[int, Path], value_dim: int
 
 
 def logprobs_of_an_engine(model: str, comm_type: str | None) -> dict[str, Any]:
+    from scalerl.batch.data_proto import DataProto, Jagged
     from scalerl.config.schema import MegatronConfig
     from scalerl.parallel import platform
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.parallel.layout import Layout, initialize
-    from scalerl.protocol import DataProto, Jagged
 
     groups = initialize(Layout(1), backend=platform.backend(), timeout_s=120, seed=1)
     megatron = MegatronConfig(dtype="bfloat16", cp_comm_type=comm_type)

@@ -3,7 +3,8 @@
     python -m pytest tests/gpu/test_weight_sync.py -q
 
 NOT RUN YET on a GPU: written from the sources of sglang 0.5.21 on a machine without one. Experts shared over ranks need
-two GPUs. That buckets are asked for outside of expandable segments, tests/unit/servers/test_weights.py shows on a CPU.
+two GPUs. That buckets are asked for outside of expandable segments, tests/unit/rollout/servers/test_weights.py shows on
+a CPU.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from scalerl.probes.gpu import check_ipc
-from scalerl.servers.client import GenerateOutput, RolloutClient
+from scalerl.cluster.probes.gpu import check_ipc
+from scalerl.rollout.servers.client import GenerateOutput, RolloutClient
 from tests.gpu.conftest import MAX_MODEL_LEN, MIXTURE, PROMPTS, generate, make_gpu_model
 from tests.gpu.isolated import run_isolated_ranks
 
@@ -37,12 +38,12 @@ def sync_then_move_on(
     The server has as many ranks.  own: its own arguments.
     """
     from scalerl.config.schema import MegatronConfig
-    from scalerl.hybrid.weight_sync import WeightSync
     from scalerl.parallel import platform
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.parallel.layout import Layout, initialize
-    from scalerl.servers.replica import Replica
-    from scalerl.servers.weights import checksum_differences, expected_checksums
+    from scalerl.rollout.servers.replica import Replica
+    from scalerl.rollout.servers.weights import checksum_differences, expected_checksums
+    from scalerl.rollout.sync.weight_sync import WeightSync
 
     num_ranks, kwargs = int(os.environ["WORLD_SIZE"]), {"sglang": own}
     groups = initialize(Layout(num_ranks), backend=platform.backend(), timeout_s=120, seed=1)

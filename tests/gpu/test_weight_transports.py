@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from scalerl.config.schema import RolloutConfig
-from scalerl.servers.client import RolloutClient
-from scalerl.servers.engines import ENGINES, Launch
-from scalerl.servers.process import RolloutServer, start_on_free_port
+from scalerl.rollout.servers.client import RolloutClient
+from scalerl.rollout.servers.engines import ENGINES, Launch
+from scalerl.rollout.servers.process import RolloutServer, start_on_free_port
 from tests.gpu.conftest import MAX_MODEL_LEN, MEMORY_UTILIZATION, START_TIMEOUT_S, generate
 from tests.gpu.isolated import run_isolated
 from tests.gpu.test_weight_sync import BUCKET_BYTES, LOGPROB_BOUND, logprob_difference
@@ -29,11 +29,11 @@ def sync_twice(
 ) -> list[dict[str, Any]]:
     """Runs alone in a process; checksums are compared by the sync itself."""
     from scalerl.config.schema import MegatronConfig
-    from scalerl.hybrid.weight_sync import WeightSync
     from scalerl.parallel import platform
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.parallel.layout import Layout, initialize
-    from scalerl.servers.replica import Replica
+    from scalerl.rollout.servers.replica import Replica
+    from scalerl.rollout.sync.weight_sync import WeightSync
 
     groups = initialize(Layout(1), backend=platform.backend(), timeout_s=120, seed=1)
     engine = MegatronEngine(model_path, MegatronConfig(dtype="bfloat16"), groups, optim=None)

@@ -19,9 +19,9 @@ from scalerl.cluster.failures import WorkerError
 from scalerl.cluster.pools import ActorSpec, Reusable
 from scalerl.cluster.processes import Lease, Processes
 from scalerl.config.schema import RolloutConfig
-from scalerl.controller.sampling import rollout_workers
-from scalerl.controller.sampling.rollout import HybridRollout
-from scalerl.controller.sampling.rollout_workers import RolloutWorkers
+from scalerl.rollout.sampling import rollout_workers
+from scalerl.rollout.sampling.rollout import HybridRollout
+from scalerl.rollout.sampling.rollout_workers import RolloutWorkers
 
 ASK = """
 import sys

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ray
 import torch
 
+from scalerl.batch.data_proto import Jagged
 from scalerl.cluster.processes import Processes
-from scalerl.compat import DataProto, DataProtoFuture
-from scalerl.protocol import Jagged
+from scalerl.extras.verl.compat import DataProto, DataProtoFuture
 
 
 @ray.remote(num_cpus=0)

@@ -18,24 +18,24 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from remote_calls import RemoteCalls
 
-from scalerl.balance import plan_step
+from scalerl.batch import plan_step
 from scalerl.cluster.batch import BatchRef, PlacedBatch
 from scalerl.cluster.pools import ResourcePool
 from scalerl.cluster.processes import Lease, Processes
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config import PPOConfig, compose
-from scalerl.controller.sampling.groups import SampleGroup
-from scalerl.controller.sampling.policy_servers import PolicyServers
-from scalerl.controller.sampling.rollout import HybridRollout
-from scalerl.controller.training.rl_worker import RLWorker
-from scalerl.controller.training.roles import MegatronActor
-from scalerl.controller.training.worker import MegatronWorker
 from scalerl.data import RLHFDataset, load_tokenizer
-from scalerl.hybrid.handover import RELEASE_WAIT_S, HandoverError, HandoverPoint
-from scalerl.hybrid.order import Step, SyncOrder
-from scalerl.metrics import rollout_diff_metrics, to_floats
 from scalerl.parallel.layout import Layout
-from scalerl.servers.client import GenerateRequest, RolloutClient, RolloutError, SamplingParams
+from scalerl.rollout.sampling.groups import SampleGroup
+from scalerl.rollout.sampling.policy_servers import PolicyServers
+from scalerl.rollout.sampling.rollout import HybridRollout
+from scalerl.rollout.servers.client import GenerateRequest, RolloutClient, RolloutError, SamplingParams
+from scalerl.rollout.sync.handover import RELEASE_WAIT_S, HandoverError, HandoverPoint
+from scalerl.rollout.sync.order import Step, SyncOrder
+from scalerl.tracking.metrics import rollout_diff_metrics, to_floats
+from scalerl.trainer.ranks.rl_worker import RLWorker
+from scalerl.trainer.ranks.roles import MegatronActor
+from scalerl.trainer.ranks.worker import MegatronWorker
 from tests.e2e.graded_reward import server_of
 from tests.lanes import mostly_full
 from tests.ray.conftest import START_TIMEOUT_S

@@ -24,16 +24,16 @@ from scalerl.config.schema import (
     ProgramConfig,
     RewardModelConfig,
 )
-from scalerl.controller.sampling.groups import SampleGroup
-from scalerl.controller.sampling.judge import Judge, JudgeServers, client_settings
-from scalerl.controller.sampling.worker import RolloutWorker
 from scalerl.data import RLHFDataset, load_tokenizer
 from scalerl.rewards import RewardError, ScoreRequest
 from scalerl.rewards.judge import fill
-from scalerl.servers.client import RolloutClient, SamplingParams
-from scalerl.servers.process import RolloutServer, start_on_free_port
-from scalerl.servers.purpose import POLICY
-from scalerl.servers.replica import ClientSettings, Replica
+from scalerl.rollout.sampling.groups import SampleGroup
+from scalerl.rollout.sampling.judge import Judge, JudgeServers, client_settings
+from scalerl.rollout.sampling.worker import RolloutWorker
+from scalerl.rollout.servers.client import RolloutClient, SamplingParams
+from scalerl.rollout.servers.process import RolloutServer, start_on_free_port
+from scalerl.rollout.servers.purpose import POLICY
+from scalerl.rollout.servers.replica import ClientSettings, Replica
 from tests.sglang.conftest import MAX_MODEL_LEN, Model, make_server
 from tests.tiny_models import make_tiny_model
 

@@ -12,16 +12,16 @@ import ray
 import torch
 
 from scalerl.algorithms import correct, rollout_corr_metrics
-from scalerl.balance import Alignment, plan_step
+from scalerl.batch import Alignment, plan_step
+from scalerl.batch.data_proto import DataProto, Jagged, cu_seqlens_of
 from scalerl.cluster.batch import PlacedBatch
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig, PolicyLossConfig, RolloutCorrectionConfig
-from scalerl.controller.training.rl_worker import RLWorker
-from scalerl.controller.training.roles import TOKENS, MegatronActor, Metrics
-from scalerl.controller.training.worker import MegatronWorker
-from scalerl.metrics import mismatch_metrics, to_floats, worst_samples
 from scalerl.parallel.layout import Layout
-from scalerl.protocol import DataProto, Jagged, cu_seqlens_of
+from scalerl.tracking.metrics import mismatch_metrics, to_floats, worst_samples
+from scalerl.trainer.ranks.rl_worker import RLWorker
+from scalerl.trainer.ranks.roles import TOKENS, MegatronActor, Metrics
+from scalerl.trainer.ranks.worker import MegatronWorker
 from tests.lanes import full
 from tests.tiny_models import make_tiny_model
 

@@ -11,10 +11,10 @@ import pytest
 
 from scalerl.cluster.processes import Lease, Processes
 from scalerl.config.schema import ModelConfig
-from scalerl.servers.process import ServerStartError
-from scalerl.servers.purpose import POLICY
-from scalerl.servers.replica import ClientSettings
-from scalerl.servers.server_set import ServerSet
+from scalerl.rollout.servers.process import ServerStartError
+from scalerl.rollout.servers.purpose import POLICY
+from scalerl.rollout.servers.replica import ClientSettings
+from scalerl.rollout.servers.server_set import ServerSet
 from tests.sglang.conftest import MAX_MODEL_LEN, make_model, rollout_config
 
 TIMEOUT_S = 240.0

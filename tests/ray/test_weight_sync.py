@@ -15,20 +15,20 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM
 
-from scalerl.balance import plan_step
+from scalerl.batch import plan_step
+from scalerl.batch.data_proto import DataProto, Jagged
 from scalerl.cluster.batch import PlacedBatch
 from scalerl.cluster.failures import WorkerError
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig
-from scalerl.controller.training.rl_worker import RLWorker
-from scalerl.controller.training.roles import TOKENS, MegatronActor
-from scalerl.controller.training.worker import MegatronWorker
-from scalerl.hybrid.feeds import plan_leads
 from scalerl.parallel.layout import Layout
-from scalerl.protocol import DataProto, Jagged
-from scalerl.servers.client import GenerateRequest, RolloutClient, SamplingParams
-from scalerl.servers.process import RolloutServer, start_on_free_port
-from scalerl.servers.replica import Replica
+from scalerl.rollout.servers.client import GenerateRequest, RolloutClient, SamplingParams
+from scalerl.rollout.servers.process import RolloutServer, start_on_free_port
+from scalerl.rollout.servers.replica import Replica
+from scalerl.rollout.sync.feeds import plan_leads
+from scalerl.trainer.ranks.rl_worker import RLWorker
+from scalerl.trainer.ranks.roles import TOKENS, MegatronActor
+from scalerl.trainer.ranks.worker import MegatronWorker
 from tests.lanes import full
 from tests.ray.workers import SyncingWorker
 from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, Engine, Model, make_model, make_server

@@ -18,19 +18,19 @@ import torch
 from ray import cloudpickle
 from ray.exceptions import RayActorError
 
-from scalerl.balance import StepPlan, plan_step
+from scalerl.batch import StepPlan, plan_step
+from scalerl.batch.data_proto import DataProto, Jagged
 from scalerl.cluster.batch import BatchRef, ShardedBatch, TokenColumn
 from scalerl.cluster.dispatch import WorkerMethod
 from scalerl.cluster.failures import WorkerError
 from scalerl.cluster.processes import Processes
 from scalerl.cluster.worker_group import Limit, WorkerGroup
-from scalerl.controller.training.rl_worker import RLWorker
-from scalerl.controller.training.sft_worker import SFTWorker
-from scalerl.controller.training.worker import MegatronWorker
 from scalerl.errors import RunError, UserError
-from scalerl.metrics import Metric
 from scalerl.parallel.layout import Layout
-from scalerl.protocol import DataProto, Jagged
+from scalerl.tracking.metrics import Metric
+from scalerl.trainer.ranks.rl_worker import RLWorker
+from scalerl.trainer.ranks.sft_worker import SFTWorker
+from scalerl.trainer.ranks.worker import MegatronWorker
 from tests.ray.workers import PlainWorker
 
 # Two data-parallel ranks of two stages: ranks 0 and 1 are the first stage, 2 and 3 hold the results.

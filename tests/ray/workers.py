@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 
+from scalerl.batch.data_proto import DataProto, Jagged
 from scalerl.checkpoint.store import CheckpointWriteError
 from scalerl.cluster.dispatch import Dispatch, Execute, MicroBatches, Result, register
 from scalerl.cluster.rank import Worker
 from scalerl.cluster.worker_group import WorkerGroup
-from scalerl.controller.training.rl_worker import RLWorker
-from scalerl.controller.training.worker import MegatronWorker
 from scalerl.data.problems import DataError
-from scalerl.metrics import Metric
 from scalerl.parallel.layout import Layout
-from scalerl.protocol import DataProto, Jagged
-from scalerl.servers.client import RolloutClient
+from scalerl.rollout.servers.client import RolloutClient
+from scalerl.tracking.metrics import Metric
+from scalerl.trainer.ranks.rl_worker import RLWorker
+from scalerl.trainer.ranks.worker import MegatronWorker
 
 
 def deal(group: WorkerGroup, rows: list[int], *, weight: int = 1) -> tuple[list[Any], dict[str, Any]]:

@@ -18,8 +18,8 @@ from sglang.srt.model_executor.forward_batch_info import compute_position
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import prepare_server_args
 
-from scalerl.servers.sglang import cpu_attention
-from scalerl.servers.sglang.plugin import ATTENTION_BACKEND
+from scalerl.rollout.servers.sglang import cpu_attention
+from scalerl.rollout.servers.sglang.plugin import ATTENTION_BACKEND
 
 SEQ_LENS, PREFIX_LENS = [30, 25, 31, 29], [20, 0, 28, 0]
 CASES: dict[str, dict[str, Any]] = {

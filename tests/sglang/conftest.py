@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from scalerl.config import compose
 from scalerl.config.schema import RolloutConfig
 from scalerl.rollout.generation import generate_samples
-from scalerl.servers.access import authorization, new_key
-from scalerl.servers.client import GenerateOutput, GenerateRequest, RolloutClient, SamplingParams
-from scalerl.servers.engines import ENGINES, Launch
-from scalerl.servers.process import RolloutServer, start_on_free_port
-from scalerl.servers.weights import serialize_bucket
+from scalerl.rollout.servers.access import authorization, new_key
+from scalerl.rollout.servers.client import GenerateOutput, GenerateRequest, RolloutClient, SamplingParams
+from scalerl.rollout.servers.engines import ENGINES, Launch
+from scalerl.rollout.servers.process import RolloutServer, start_on_free_port
+from scalerl.rollout.servers.weights import serialize_bucket
 from tests.folders import is_last_of_its_folder
 from tests.tiny_models import EOS_ID, make_tiny_model
 

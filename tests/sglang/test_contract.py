@@ -16,11 +16,11 @@ import torch
 from transformers import AutoTokenizer
 
 from scalerl.rollout.generation import generate_samples
-from scalerl.servers.access import authorization
-from scalerl.servers.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
-from scalerl.servers.requests import unfinished_requests
-from scalerl.servers.supervise import descendants
-from scalerl.servers.weights import checksum_differences, expected_checksums, serialize_bucket
+from scalerl.rollout.servers.access import authorization
+from scalerl.rollout.servers.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
+from scalerl.rollout.servers.requests import unfinished_requests
+from scalerl.rollout.servers.supervise import descendants
+from scalerl.rollout.servers.weights import checksum_differences, expected_checksums, serialize_bucket
 from tests.gpu import conftest as gpu
 from tests.sglang.conftest import MAX_MODEL_LEN, ONE_TOKEN, PROMPTS, Engine, Model
 from tests.tiny_models import EOS_ID

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from scalerl.servers.access import authorization
-from scalerl.servers.client import GenerateRequest, SamplingParams
-from scalerl.servers.sglang.cpu_shim import shim_environment
-from scalerl.servers.sglang.plugin import ATTENTION_BACKEND
+from scalerl.rollout.servers.access import authorization
+from scalerl.rollout.servers.client import GenerateRequest, SamplingParams
+from scalerl.rollout.servers.sglang.cpu_shim import shim_environment
+from scalerl.rollout.servers.sglang.plugin import ATTENTION_BACKEND
 from tests.sglang.conftest import MAX_PREFILL_TOKENS, Engine, Model, server_info
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -60,7 +60,7 @@ def test_sglang_knows_our_backend_by_a_name_of_its_own(compared: dict[str, Any])
     assert compared["taken"] == ATTENTION_BACKEND
     assert compared["classes"] == {
         "torch_native": "sglang.srt.layers.attention.torch_native_backend",
-        ATTENTION_BACKEND: "scalerl.servers.sglang.cpu_attention_backend",
+        ATTENTION_BACKEND: "scalerl.rollout.servers.sglang.cpu_attention_backend",
     }
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from scalerl.servers.client import RolloutClient
-from scalerl.servers.process import (
+from scalerl.rollout.servers.client import RolloutClient
+from scalerl.rollout.servers.process import (
     ReservedPort,
     RolloutServer,
     ServerArgumentsError,
@@ -28,7 +28,7 @@ from scalerl.servers.process import (
     ServerStartError,
     start_on_free_port,
 )
-from scalerl.servers.supervise import descendants
+from scalerl.rollout.servers.supervise import descendants
 from tests.lanes import full
 from tests.sglang.conftest import MAX_MODEL_LEN, Model, make_server, server_info
 
@@ -205,7 +205,7 @@ def supervised_owner(command: list[str], log: Path, env: dict[str, str] | None =
     """A process that starts `command` as a RolloutServer and then only sleeps."""
     program = (
         "import pathlib, sys, time\n"
-        "from scalerl.servers.process import RolloutServer\n"
+        "from scalerl.rollout.servers.process import RolloutServer\n"
         f"log = pathlib.Path({str(log)!r})\n"
         f"server = RolloutServer({command!r}, {env or {}!r}, 'http://127.0.0.1:9', log)\n"
         "server.start()\n"
@@ -323,7 +323,7 @@ def test_nothing_is_left_of_a_server(tmp_path: Path, ending: str, monkeypatch: p
         assert Path(log.read_text().split()[1]).parent == temporary
         assert len([path for path in shared.iterdir() if tag in path.name]) == 3 + len(others)
         below = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(owner.pid)}
-        (supervisor,) = [pid for pid, line in below.items() if b"scalerl.servers.supervise" in line]
+        (supervisor,) = [pid for pid, line in below.items() if b"scalerl.rollout.servers.supervise" in line]
         if ending == "server killed":
             for pid in descendants(supervisor):
                 os.kill(pid, signal.SIGKILL)

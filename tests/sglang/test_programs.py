@@ -13,7 +13,7 @@ import torch
 from scalerl.data import PromptRow
 from scalerl.rollout.program import Ask, Program, Servers, Tools, Trajectory, single_turn
 from scalerl.rollout.samples import SampleRequest, make_samples
-from scalerl.servers.client import RolloutClient, SamplingParams
+from scalerl.rollout.servers.client import RolloutClient, SamplingParams
 from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, Engine, Model
 from tests.sglang.test_recovery import Restart, gone
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from scalerl.rollout.generation import generate_samples
-from scalerl.servers.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
-from scalerl.servers.process import ReservedPort
-from scalerl.servers.requests import ServerLostError
-from scalerl.servers.supervise import descendants
+from scalerl.rollout.servers.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
+from scalerl.rollout.servers.process import ReservedPort
+from scalerl.rollout.servers.requests import ServerLostError
+from scalerl.rollout.servers.supervise import descendants
 from tests.lanes import full
 from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, Engine, Model
 

@@ -19,11 +19,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from scalerl.commands.chat import main as chat
+from scalerl.commands.serve import API_KEY
 from scalerl.errors import UserError
-from scalerl.inference.chat import main as chat
-from scalerl.inference.serve import API_KEY
 from scalerl.merge.command import main as merge
-from scalerl.servers.process import free_port
+from scalerl.rollout.servers.process import free_port
 from tests.unit.merge.test_merge import joined_tensors, tiny, write_checkpoint
 
 START_TIMEOUT_S = 240.0

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from scalerl.servers.client import GenerateRequest, SamplingParams
-from scalerl.servers.engines.sglang import LATENT, MIXTURES
-from scalerl.servers.weights import checksum_differences, expected_checksums
+from scalerl.rollout.servers.client import GenerateRequest, SamplingParams
+from scalerl.rollout.servers.sglang.placement_arguments import LATENT, MIXTURES
+from scalerl.rollout.servers.weights import checksum_differences, expected_checksums
 from tests.sglang.conftest import PROMPTS, Engine, Model, make_model
 
 TWO_CORES = pytest.mark.skipif(

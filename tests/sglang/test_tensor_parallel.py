@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from scalerl.servers.client import GenerateRequest, RolloutError, SamplingParams
-from scalerl.servers.supervise import descendants
-from scalerl.servers.weights import checksum_differences, expected_checksums
+from scalerl.rollout.servers.client import GenerateRequest, RolloutError, SamplingParams
+from scalerl.rollout.servers.supervise import descendants
+from scalerl.rollout.servers.weights import checksum_differences, expected_checksums
 from tests.sglang.conftest import PROMPTS, Engine, Model, make_model
 
 # 483 rows are padded to 512: 256 on rank 0, 227 and 29 of zeros on rank 1.

@@ -12,19 +12,19 @@ import torch
 
 from scalerl.config.rollout_engines import ROLLOUT_ENGINES, EngineTraits
 from scalerl.config.schema import RolloutConfig
-from scalerl.hybrid.delivery import Delivery
-from scalerl.hybrid.feeds import feeds_of
-from scalerl.hybrid.transports.shared import load_bucket
 from scalerl.rollout.generation import generate_samples
-from scalerl.servers.cache_size import small_caches
-from scalerl.servers.checksums import checksum_differences
-from scalerl.servers.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
-from scalerl.servers.control import ServerControl
-from scalerl.servers.engines import ENGINES, Launch
-from scalerl.servers.host import ReplicaHost, ServerSettings
-from scalerl.servers.purpose import POLICY
-from scalerl.servers.replica import ClientSettings, Replica
-from scalerl.servers.weights import Bucket, expected_checksums
+from scalerl.rollout.servers.cache_size import small_caches
+from scalerl.rollout.servers.checksums import checksum_differences
+from scalerl.rollout.servers.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
+from scalerl.rollout.servers.control import ServerControl
+from scalerl.rollout.servers.engines import ENGINES, Launch
+from scalerl.rollout.servers.host import ReplicaHost, ServerSettings
+from scalerl.rollout.servers.purpose import POLICY
+from scalerl.rollout.servers.replica import ClientSettings, Replica
+from scalerl.rollout.servers.weights import Bucket, expected_checksums
+from scalerl.rollout.sync.delivery import Delivery
+from scalerl.rollout.sync.feeds import feeds_of
+from scalerl.rollout.sync.transports.shared import load_bucket
 from tests.sglang.third_engine import VOCAB, ThirdEngine
 
 REQUESTS = [

@@ -14,19 +14,19 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from scalerl.hybrid.delivery import Delivery
-from scalerl.hybrid.feed_groups import FeedGroups
-from scalerl.hybrid.feeds import Feed
-from scalerl.hybrid.transports.broadcast import BroadcastTransport
-from scalerl.hybrid.transports.gathered import GatheredTransport
 from scalerl.parallel.export import Needed
-from scalerl.servers.client import GenerateRequest, RolloutClient, RolloutError, SamplingParams
-from scalerl.servers.engines import ENGINES, Launch
-from scalerl.servers.process import RolloutServer, start_on_free_port
-from scalerl.servers.replica import Replica
-from scalerl.servers.supervise import descendants
-from scalerl.servers.update_group import address_towards, in_sending_order, pack_bytes
-from scalerl.servers.weights import checksum_differences, expected_checksums
+from scalerl.rollout.servers.client import GenerateRequest, RolloutClient, RolloutError, SamplingParams
+from scalerl.rollout.servers.engines import ENGINES, Launch
+from scalerl.rollout.servers.process import RolloutServer, start_on_free_port
+from scalerl.rollout.servers.replica import Replica
+from scalerl.rollout.servers.supervise import descendants
+from scalerl.rollout.servers.update_group import address_towards, in_sending_order, pack_bytes
+from scalerl.rollout.servers.weights import checksum_differences, expected_checksums
+from scalerl.rollout.sync.delivery import Delivery
+from scalerl.rollout.sync.feed_groups import FeedGroups
+from scalerl.rollout.sync.feeds import Feed
+from scalerl.rollout.sync.transports.broadcast import BroadcastTransport
+from scalerl.rollout.sync.transports.gathered import GatheredTransport
 from tests.lanes import full
 from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, START_TIMEOUT_S, Engine, Model, rollout_config
 

@@ -1,7 +1,7 @@
 """An engine that has nothing of SGLang's protocol: paths, bodies and answers are its own, and so are its weights.
 
 Its model is a counter: the next token is the last one plus the weight `step`, modulo VOCAB. Run as a program this file
-is its server. It is what `scalerl/servers/engines/NAME.py` is for an engine of scalerl's own.
+is its server. It is what `scalerl/rollout/servers/engines/NAME.py` is for an engine of scalerl's own.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from scalerl.servers.access import is_authorized, take_key
-from scalerl.servers.engines import Command, Engine, Launch
-from scalerl.servers.engines.protocol import CacheSize, Call
-from scalerl.servers.requests import GenerateOutput, GenerateRequest, RolloutError, ServerLostError
-from scalerl.servers.slots import Slot
+from scalerl.rollout.servers.access import is_authorized, take_key
+from scalerl.rollout.servers.engines import Command, Engine, Launch
+from scalerl.rollout.servers.engines.protocol import CacheSize, Call
+from scalerl.rollout.servers.requests import GenerateOutput, GenerateRequest, RolloutError, ServerLostError
+from scalerl.rollout.servers.slots import Slot
 
 if TYPE_CHECKING:
     import torch
 
-    from scalerl.servers.checksums import ExpectedChecksums
-    from scalerl.servers.weights import Bucket
+    from scalerl.rollout.servers.checksums import ExpectedChecksums
+    from scalerl.rollout.servers.weights import Bucket
 
 VOCAB = 50
 READY = "/v3/ready"
@@ -137,7 +137,7 @@ class ThirdEngine(Engine):
         *,
         engine_kwargs: Mapping[str, Any] | None = None,
     ) -> ExpectedChecksums:
-        from scalerl.servers.checksums import AsSent, ExpectedChecksums
+        from scalerl.rollout.servers.checksums import AsSent, ExpectedChecksums
 
         return ExpectedChecksums(AsSent(), dtype, ranks)
 

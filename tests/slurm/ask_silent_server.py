@@ -6,9 +6,9 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from scalerl.servers import connection
-from scalerl.servers.client import RolloutClient
-from scalerl.servers.requests import GenerateRequest, RolloutError, SamplingParams
+from scalerl.rollout.servers import connection
+from scalerl.rollout.servers.client import RolloutClient
+from scalerl.rollout.servers.requests import GenerateRequest, RolloutError, SamplingParams
 
 # A thirtieth of what a run waits.
 connection.KEEP_ALIVE.update(TCP_KEEPIDLE=1, TCP_KEEPINTVL=1, TCP_KEEPCNT=2, TCP_USER_TIMEOUT=3000)

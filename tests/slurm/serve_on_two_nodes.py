@@ -24,17 +24,17 @@ from torch import Tensor
 
 from scalerl.cluster.pools import ResourcePool
 from scalerl.config.schema import ModelConfig
-from scalerl.hybrid.delivery import Delivery
-from scalerl.hybrid.feeds import Feed
-from scalerl.hybrid.transports.broadcast import BroadcastTransport
 from scalerl.parallel.export import Needed
-from scalerl.servers.client import GenerateRequest, RolloutClient, SamplingParams
-from scalerl.servers.process import ServerStartError
-from scalerl.servers.purpose import POLICY
-from scalerl.servers.recovery import LostServer
-from scalerl.servers.replica import ClientSettings
-from scalerl.servers.server_set import ServerSet
-from scalerl.servers.weights import checksum_differences, expected_checksums
+from scalerl.rollout.servers.client import GenerateRequest, RolloutClient, SamplingParams
+from scalerl.rollout.servers.process import ServerStartError
+from scalerl.rollout.servers.purpose import POLICY
+from scalerl.rollout.servers.recovery import LostServer
+from scalerl.rollout.servers.replica import ClientSettings
+from scalerl.rollout.servers.server_set import ServerSet
+from scalerl.rollout.servers.weights import checksum_differences, expected_checksums
+from scalerl.rollout.sync.delivery import Delivery
+from scalerl.rollout.sync.feeds import Feed
+from scalerl.rollout.sync.transports.broadcast import BroadcastTransport
 from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, rollout_config
 
 TP_SIZE = 2

@@ -40,7 +40,7 @@ exit 75
 LOCK = """
 import sys, time
 from pathlib import Path
-from scalerl.runtime.directory_lock import directory_lock
+from scalerl.base.directory_lock import directory_lock
 with directory_lock(Path(sys.argv[1]), "trainer.default_local_dir = run", grace_s=2):
     print("HELD", flush=True)
     time.sleep(600)

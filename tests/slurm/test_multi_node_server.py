@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from scalerl.servers.client import RolloutClient
-from scalerl.servers.process import start_on_free_port
+from scalerl.rollout.servers.client import RolloutClient
+from scalerl.rollout.servers.process import start_on_free_port
 from tests.e2e.jobs import Inputs, Pause, Record
 from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, Model, make_model, make_server
 from tests.slurm.jobs import REPO, STEPS, assert_nothing_left, overrides, wait_until

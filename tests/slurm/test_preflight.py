@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from scalerl.launch.script import SCRIPTS, SbatchFile
+from scalerl.extras.slurm.script import SCRIPTS, SbatchFile
 from tests.lanes import full
 from tests.slurm.jobs import (
     DRIVER,

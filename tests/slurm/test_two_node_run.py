@@ -444,7 +444,7 @@ def test_servers_on_nodes_of_their_own(
     wait_for_pause(slurm, job_id, pause, out, 300)
     ranks, servers = (
         {host for host in slurm.hosts if any(name in args for _, args in slurm.processes(host))}
-        for name in ("ray::RankProcess", "scalerl.servers.embedded")
+        for name in ("ray::RankProcess", "scalerl.rollout.servers.embedded")
     )
     assert len(ranks) == len(servers) == 2 and not ranks & servers
     pause.over()

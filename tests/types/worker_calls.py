@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from scalerl.cluster.batch import ShardedBatch
 from scalerl.cluster.worker_group import WorkerGroup
-from scalerl.controller.training.rl_worker import RLWorker
-from scalerl.controller.training.sft_worker import SFTWorker
-from scalerl.controller.training.worker import MegatronWorker
-from scalerl.metrics import Metric
+from scalerl.tracking.metrics import Metric
+from scalerl.trainer.ranks.rl_worker import RLWorker
+from scalerl.trainer.ranks.sft_worker import SFTWorker
+from scalerl.trainer.ranks.worker import MegatronWorker
 
 
 def right(workers: WorkerGroup, batch: ShardedBatch) -> tuple[float | None, dict[str, Metric], list[None]]:

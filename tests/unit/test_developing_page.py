@@ -14,26 +14,26 @@ import pytest
 import torch
 
 from scalerl.algorithms import get_adv_estimator, get_policy_loss
+from scalerl.base.user_code import forget_files, import_file, import_files
 from scalerl.cluster.dispatch import registration_of
 from scalerl.config import ConfigError, compose
 from scalerl.config.help import help_text
 from scalerl.config.schema import SCHEMAS, CustomRewardFunctionConfig, RewardModelConfig
-from scalerl.families import ModelShape, family_of
-from scalerl.families.registry import FAMILIES
-from scalerl.hybrid.delivery import Delivery
-from scalerl.hybrid.feeds import Feed
-from scalerl.metrics import merge_metrics
+from scalerl.models import ModelShape, family_of
+from scalerl.models.registry import FAMILIES
 from scalerl.rewards import default_compute_score
 from scalerl.rewards.manager import ScoreRequest, build_reward_manager
-from scalerl.servers.replica import Replica
+from scalerl.rollout.servers.replica import Replica
+from scalerl.rollout.sync.delivery import Delivery
+from scalerl.rollout.sync.feeds import Feed
 from scalerl.tracking import Tracking
-from scalerl.user_code import forget_files, import_file, import_files
+from scalerl.tracking.metrics import merge_metrics
 from tests.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "developing.md").read_text(encoding="utf-8")
 # Of a row with NAME in it: a file of that kind.
-EXAMPLES = {"scalerl/families/": "qwen2", "engines/": "embedded", "transports/": "disk", "scalerl/tracking/": "mlflow"}
+EXAMPLES = {"scalerl/models/": "qwen2", "engines/": "embedded", "transports/": "disk", "scalerl/tracking/": "mlflow"}
 PARTS = (
     "dense model family", "family with experts", "rollout engine", "way that weights take", "advantage estimator",
     "policy loss", "reward manager", "call on the trainer's ranks", "metric", "tracker", "key of the configuration",
@@ -45,7 +45,7 @@ from pathlib import Path
 
 from scalerl.algorithms import register_adv_est, register_policy_loss, register_token_adv_est
 from scalerl.cluster.dispatch import Dispatch, register
-from scalerl.metrics import Metric
+from scalerl.tracking.metrics import Metric
 from scalerl.rewards import register_reward, register_reward_manager
 from scalerl.rewards.manager import RewardManager, ScoreResult
 from scalerl.tracking import register_backend
@@ -129,7 +129,7 @@ class PageConfig(EvalConfig):
     trainer: PageTrainerConfig = field(default_factory=PageTrainerConfig)
 """
 NEW_FAMILY = """
-from scalerl.families.table import decoder_family
+from scalerl.models.table import decoder_family
 
 FAMILY = decoder_family("page_family", qkv_bias=True)
 """

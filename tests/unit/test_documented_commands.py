@@ -31,19 +31,19 @@ import torch
 
 from scalerl import cli
 from scalerl.checkpoint.store import write_trainer_state
+from scalerl.commands.data import command as prepare_command
+from scalerl.commands.data.hub_sets import HubSet
 from scalerl.config import compose, save_resolved
 from scalerl.data import PromptCursor
-from scalerl.data.prepare import command as prepare_command
-from scalerl.data.prepare.hub_sets import HubSet
 from scalerl.errors import UserError
-from scalerl.launch.command import main as launch
-from scalerl.launch.record import SubmittedJob
+from scalerl.extras.slurm.command import main as launch
+from scalerl.extras.slurm.record import SubmittedJob
+from scalerl.extras.verify.replay import main as replay
+from scalerl.extras.verify.resume import DIRECTORY as VERIFY_RESUME
+from scalerl.extras.verify.resume import main as verify_resume
 from scalerl.merge.command import build_parser
 from scalerl.merge.command import main as merge
 from scalerl.tracking.deliver import main as deliver
-from scalerl.verify.replay import main as replay
-from scalerl.verify.resume import DIRECTORY as VERIFY_RESUME
-from scalerl.verify.resume import main as verify_resume
 from tests.documented import (
     PAGES,
     PROGRAMS,
@@ -75,7 +75,10 @@ NOT_RUN = {
     "scalerl verify-resume": ("trains: up to the first run", "tests/e2e/test_verify.py"),
     "scalerl replay": ("trains: up to the dump, which is not there", "tests/e2e/test_verify.py"),
     "scalerl merge --backend fsdp": ("shards take ranks to write: its options", "tests/dist/test_fsdp_merge.py"),
-    "scalerl doctor --imports": ("half a minute of processor time: its options", "tests/unit/test_doctor.py"),
+    "scalerl doctor --imports": (
+        "half a minute of processor time: its options",
+        "tests/unit/commands/doctor/test_doctor.py",
+    ),
     "python benchmarks/": ("minutes to hours: options and keys", "tests/e2e/test_benchmarks.py"),
     "python examples/arithmetic/quickstart.py": ("minutes: its options", "tests/e2e/test_quickstart.py"),
     "python docs/make_screenshot.py": ("takes a browser: up to the output that it reads", None),
@@ -314,7 +317,7 @@ def merge_or_parse(argv: list[str]) -> None:
 
 
 def parse_server(argv: list[str]) -> None:
-    from scalerl.inference import chat, serve
+    from scalerl.commands import chat, serve
 
     {"chat": chat, "serve": serve}[argv[0]].build_parser().parse_args(argv[1:])
 

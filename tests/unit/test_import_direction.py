@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,60 +16,45 @@ import pytest
 ROOT = Path(__file__).parents[2] / "scalerl"
 # A module is a file or a package directly below scalerl/.
 LAYERS = [
-    {
-        "byte_units",
-        "cache_directory",
-        "errors",
-        "garbage",
-        "model_files",
-        "nvidia",
-        "optional_imports",
-        "random_states",
-        "scratch",
-        "whole_file",
-    },
-    # Registries know from it what is the user's own.
-    {"user_code"},
-    {"protocol", "config", "configs", "metrics"},
+    {"errors"},
+    {"base"},
+    {"config", "configs", "tracking"},
     # checkpoint is files: an engine of parallel writes them, merge reads them.
-    {"algorithms", "balance", "checkpoint", "families", "data", "rewards", "runtime", "tracking"},
+    {"algorithms", "batch", "checkpoint", "data", "models", "rewards"},
     {"parallel", "merge"},
     # The cluster's groups of workers have the layouts of parallel.
     {"cluster"},
-    # Servers are processes of the cluster.
-    {"servers"},
-    # hybrid joins parallel and servers.
-    {"hybrid", "rollout"},
-    # The workers host engines, weight sync and checkpoints. memory_plan counts what all of these take.
-    {"controller", "memory_plan", "probes"},
-    {"inference", "trainer", "translate", "doctor", "init"},
-    # It checks a run as the trainer does before it starts.
-    {"launch", "verify"},
-    # Nothing of a run imports compat.
-    {"cli", "compat"},
+    # Servers are processes of the cluster; rollout.sync joins them and parallel.
+    {"rollout"},
+    {"trainer"},
+    {"commands"},
+    # The edges. Nothing of the core imports them: it opens a door by name (base.extras), the command line by its table.
+    {"extras"},
+    {"cli"},
 ]
 LAYER = {module: number for number, modules in enumerate(LAYERS) for module in modules}
+# The command line imports a command by its name.
+NEVER_IMPORTED = {"extras", "cli"}
 ONLY_IN = {
     "megatron": {"parallel"},
-    "sglang": {"servers", "probes"},
+    "sglang": {"rollout", "cluster"},
     "mlflow": {"tracking"},
     "tensorboard": {"tracking"},
     "wandb": {"tracking"},
     "swanlab": {"tracking"},
-    "reasoning_gym": {"data", "rewards"},
-    "ray": {"compat", "cluster", "servers", "controller", "trainer", "inference", "verify"},
+    "reasoning_gym": {"commands", "rewards"},
+    "ray": {"cluster", "rollout", "trainer", "commands", "extras"},
     "hydra": {"config"},
     "omegaconf": {"config"},
 }
 # Of a rollout worker, what is held, dealt and dumped: it knows nothing of how the samples are made.
-HELD = [ROOT / "controller" / "sampling" / f"{name}.py" for name in ("held_batches", "dump", "texts")]
-MAKES_SAMPLES = {"servers", "rollout", "rewards"}
-# The one module of the sampling side that calls ranks: a call names a method of their workers, which must be imported.
-CALLS_RANKS = "policy_servers"
+SAMPLING = ROOT / "rollout" / "sampling"
+HELD = [SAMPLING / f"{name}.py" for name in ("held_batches", "dump", "texts")]
+MAKES_SAMPLES = ("scalerl.rollout", "scalerl.rewards")
 # Modules that must work where a package is not installed, whatever they import on the way.
 WITHOUT = {
     "config": {"torch", "megatron", "sglang", "ray", "mlflow"},
-    "families": {"megatron", "sglang", "ray", "mlflow"},
+    "models": {"megatron", "sglang", "ray", "mlflow"},
     "checkpoint": {"megatron", "sglang", "ray", "mlflow"},
     "merge": {"megatron", "sglang", "ray", "mlflow"},
 }
@@ -112,27 +99,30 @@ def breaches(module: str, layer: int, name: str) -> Iterator[str]:
     if not top:
         yield f"relative import of {name}"
     elif top == "scalerl" and rest and rest[0] in LAYER:
-        if rest[0] != module and LAYER[rest[0]] >= layer:
+        if rest[0] != module and (LAYER[rest[0]] >= layer or rest[0] in NEVER_IMPORTED):
             yield f"{module} (layer {layer}) imports {rest[0]} (layer {LAYER[rest[0]]})"
     elif top in ONLY_IN and module not in ONLY_IN[top]:
         yield f"{top} is imported in {', '.join(sorted(ONLY_IN[top]))} alone"
 
 
 def needs_what_it_must_not(root: Path) -> list[str]:
-    """Follow the imports between modules: what a module needs in the end, at most."""
-    direct: dict[str, set[str]] = {}
-    for path in root.rglob("*.py"):
-        names = (name.split(".") for _, name in imports(path))
-        tops = {parts[1] if parts[0] == "scalerl" and len(parts) > 1 else parts[0] for parts in names}
-        direct.setdefault(module_of(path, root), set()).update(tops)
+    """Follow the imports between modules, inside functions too: what a package needs in the end, at most."""
+    modules = modules_of(root)
+    direct = {name: {imported for _, imported in imports(path)} for name, path in modules.items()}
     messages = []
-    for module, refused in WITHOUT.items():
-        needed, front = set(), [module]
-        while front:
-            fresh = direct.get(front.pop(), set()) - needed
-            needed |= fresh
-            front += [name for name in fresh if name in LAYER]
-        messages += [f"{module} needs {package}, through what it imports" for package in sorted(needed & refused)]
+    for package, refused in WITHOUT.items():
+        needed: set[str] = set()
+        waiting = [name for name in modules if name.split(".")[1:2] == [package]]
+        seen = set(waiting)
+        while waiting:
+            for imported in direct[waiting.pop()]:
+                needed.add(imported.split(".")[0])
+                # A module is imported with the packages that it is in.
+                parts = (nearest(imported, modules) or "").split(".")
+                fresh = {".".join(parts[:end]) for end in range(1, len(parts) + 1)} & modules.keys() - seen
+                seen |= fresh
+                waiting += fresh
+        messages += [f"{package} needs {name}, through what it imports" for name in sorted(needed & refused)]
     return messages
 
 
@@ -141,40 +131,105 @@ def test_imports_keep_to_the_map():
 
 
 def test_what_a_rollout_worker_holds_does_not_depend_on_how_it_is_made():
-    made_by = {"scalerl.controller.sampling.worker", "scalerl.controller.sampling.scoring"}
+    held = tuple(f"scalerl.rollout.sampling.{path.stem}." for path in HELD)
     for path in HELD:
-        names = [name for _, name in imports(path)]
-        assert not [name for name in names if name.split(".")[1:2] and name.split(".")[1] in MAKES_SAMPLES], path
-        assert not [name for name in names if name.rpartition(".")[0] in made_by], path
+        names = [name for _, name in imports(path) if name.startswith(MAKES_SAMPLES) and not name.startswith(held)]
+        assert not names, path
 
 
-def users_of(package: str, folder: Path) -> set[str]:
-    """The modules of a folder that import something of a package."""
-    return {
-        path.stem
-        for path in folder.rglob("*.py")
-        if any(name == package or name.startswith(f"{package}.") for _, name in imports(path))
+def modules_of(root: Path) -> dict[str, Path]:
+    """Dotted name -> file of every module below a package."""
+    paths = {".".join(("scalerl", *p.relative_to(root).with_suffix("").parts)): p for p in root.rglob("*.py")}
+    return {name.removesuffix(".__init__"): path for name, path in paths.items()}
+
+
+def circles(root: Path) -> list[list[str]]:
+    """The groups of modules that import each other, by imports inside functions too; not those for types alone."""
+    modules = modules_of(root)
+    graph = {
+        name: {found for target in run_imports(path) if (found := nearest(target, modules)) and found != name}
+        for name, path in modules.items()
     }
+    return [sorted(group) for group in components(graph) if len(group) > 1]
 
 
-def test_of_the_sampling_side_policy_servers_alone_calls_the_ranks():
-    controller = ROOT / "controller"
-    assert users_of("scalerl.controller.training", controller / "sampling") == {CALLS_RANKS}
-    assert users_of("scalerl.controller.sampling", controller / "training") == set()
+def run_imports(path: Path) -> Iterator[str]:
+    """Dotted names that a module imports when it runs: all but those under `if TYPE_CHECKING`."""
+    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            waiting += node.orelse
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        else:
+            waiting += ast.iter_child_nodes(node)
+
+
+def nearest(name: str, modules: dict[str, Path]) -> str | None:
+    """The module that an imported name is, or is in; None for another package's."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def components(graph: dict[str, set[str]]) -> Iterator[set[str]]:
+    """The strongly connected components of a graph: of each node those that reach it and that it reaches."""
+    back: dict[str, set[str]] = {node: set() for node in graph}
+    for node, targets in graph.items():
+        for target in targets:
+            back[target].add(node)
+    left = set(graph)
+    while left:
+        start = min(left)
+        group = reached(start, graph) & reached(start, back)
+        left -= group
+        yield group
+
+
+def reached(start: str, graph: dict[str, set[str]]) -> set[str]:
+    seen, waiting = {start}, [start]
+    while waiting:
+        fresh = graph[waiting.pop()] - seen
+        seen |= fresh
+        waiting += fresh
+    return seen
+
+
+def test_no_modules_import_each_other():
+    assert circles(ROOT) == []
 
 
 @pytest.mark.parametrize(
-    ("code", "calls"),
+    ("back", "is_circle"),
     [
-        ("from scalerl.controller.training.rl_worker import RLWorker", True),
-        ("def ask():\n    from scalerl.controller import training", True),
-        ("from scalerl.cluster.worker_group import WorkerGroup", False),
-        ("from scalerl.controller.training_notes import rows", False),
+        ("def f():\n    from scalerl.one import x", True),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from scalerl.one import x", False),
+        ("from scalerl.one import x", True),
     ],
 )
-def test_another_module_that_calls_the_ranks_is_found(tmp_path: Path, code: str, calls: bool):
-    (tmp_path / "rollout.py").write_text(code)
-    assert users_of("scalerl.controller.training", tmp_path) == ({"rollout"} if calls else set())
+def test_a_circle_inside_a_package_is_found(tmp_path: Path, back: str, is_circle: bool):
+    (tmp_path / "one.py").write_text("from scalerl.two import y")
+    (tmp_path / "two.py").write_text(back)
+    assert circles(tmp_path) == ([["scalerl.one", "scalerl.two"]] if is_circle else [])
+
+
+def test_the_core_works_without_the_extras(tmp_path: Path):
+    shutil.copytree(ROOT, tmp_path / "scalerl", ignore=shutil.ignore_patterns("extras", "__pycache__"))
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        env = os.environ | {"PYTHONPATH": str(tmp_path)}
+        command = [sys.executable, "-W", "ignore", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=env)
+
+    # The key is verl's, and nothing is there that knows it; the preflight is imported.
+    key = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
+    code = f"import scalerl.trainer.checks.preflight; from scalerl.config import compose; compose('ppo', ['{key}=1'])"
+    assert f"{key}: no such key" in run("-c", code).stderr
+    done = run("-m", "scalerl.cli", "plan")
+    assert (done.returncode, "scalerl.extras" in done.stderr) == (2, True), done.stderr
 
 
 def layers_of_the_page() -> list[set[str]]:
@@ -198,17 +253,18 @@ def test_every_module_of_the_package_is_in_the_map():
     [
         (
             "parallel",
-            "from scalerl.servers.client import RolloutClient",
-            "parallel (layer 4) imports servers (layer 6)",
+            "from scalerl.rollout.servers.client import RolloutClient",
+            "parallel (layer 4) imports rollout (layer 6)",
         ),
-        ("config", "from scalerl import trainer", "config (layer 2) imports trainer (layer 9)"),
+        ("config", "from scalerl import trainer", "config (layer 2) imports trainer (layer 7)"),
         ("data", "def f():\n    import scalerl.parallel.engine", "data (layer 3) imports parallel (layer 4)"),
         ("trainer", "from megatron.core import tensor_parallel", "megatron is imported in"),
         ("trainer", "import importlib\nimportlib.import_module('sglang.srt')", "sglang is imported in"),
-        ("hybrid", "from .sync import plan", "relative import of .sync.plan"),
-        ("trainer", "from scalerl.compat import collate_fn", "trainer (layer 9) imports compat (layer 11)"),
+        ("rollout", "from .sync import plan", "relative import of .sync.plan"),
+        ("trainer", "from scalerl.extras.plan import check", "trainer (layer 7) imports extras (layer 9)"),
+        ("cli", "from scalerl.extras.plan import check", "cli (layer 10) imports extras (layer 9)"),
         ("utils", "", "utils has no place in the map"),
-        ("families", "from scalerl.config import schema\nimport megatron", "families needs megatron"),
+        ("models", "from scalerl.config import schema\nimport megatron", "models needs megatron"),
     ],
 )
 def test_a_breach_is_listed(tmp_path, module, code, breach):
@@ -218,14 +274,14 @@ def test_a_breach_is_listed(tmp_path, module, code, breach):
 
 
 def test_what_a_module_needs_is_followed_through_others(tmp_path):
-    for module, code in {"merge": "from scalerl.families import table", "families": "import torch.nn, mlflow"}.items():
+    for module, code in {"merge": "from scalerl.models import table", "models": "import torch.nn, mlflow"}.items():
         (tmp_path / f"{module}.py").write_text(code)
     assert "merge needs mlflow, through what it imports" in violations(tmp_path)
 
 
 def test_what_the_map_allows_is_not_listed(tmp_path):
     for module, code in {
-        "trainer": "import ray\nfrom scalerl.controller import groups\nfrom scalerl.config import compose",
+        "trainer": "import ray\nfrom scalerl.rollout import program\nfrom scalerl.config import compose",
         "parallel": "from megatron.core import mpu\nfrom scalerl.parallel import layout\nimport torch",
         "__init__": "from __future__ import annotations",
     }.items():
@@ -238,22 +294,24 @@ def test_what_the_map_allows_is_not_listed(tmp_path):
     [
         # Its ranks do. On a driver it would cost seconds of every start, and warnings on standard error.
         pytest.param(
-            [f"scalerl.trainer.{name}" for name in ("main_ppo", "main_sft", "build", "preflight")],
+            [f"scalerl.trainer.{name}" for name in ("main_ppo", "main_sft", "build", "checks.preflight")],
             ["megatron"],
             id="driver",
         ),
         # Torch's checkpoints, with SymPy, are most of a second: nothing is saved.
         pytest.param(
-            ["scalerl.trainer.preflight"],
+            ["scalerl.trainer.checks.preflight"],
             ["megatron", "torch.distributed.checkpoint", "sympy"],
             id="launch and dry run",
         ),
         # It starts and watches a server, one for each replica.
-        pytest.param(["scalerl.servers.host", "scalerl.servers.client"], ["torch"], id="host of a server"),
+        pytest.param(
+            ["scalerl.rollout.servers.host", "scalerl.rollout.servers.client"], ["torch"], id="a server's host"
+        ),
         # Which transformers would import: scikit-learn with pandas, SciPy for losses of other models too. Its arguments
         # are a server's configuration.
         pytest.param(
-            ["scalerl.servers.embedded.server"],
+            ["scalerl.rollout.servers.embedded.server"],
             ["sklearn", "scipy", "torch._dynamo.convert_frame", "omegaconf"],
             id="embedded engine",
         ),

@@ -38,7 +38,7 @@ def linted(program: str) -> set[str]:
 
 
 def test_make_lint_reads_every_script_and_the_dockerfile() -> None:
-    assert {"docker/install.sh", "scalerl/launch/scripts/ray.sbatch", ".ci/run"} <= scripts()
+    assert {"docker/install.sh", "scalerl/extras/slurm/scripts/ray.sbatch", ".ci/run"} <= scripts()
     assert linted("shellcheck") == scripts()
     assert linted("hadolint") == {"docker/Dockerfile"}
 

@@ -12,7 +12,7 @@ import torch
 from scalerl.algorithms import Correction, correct, rollout_corr_metrics
 from scalerl.algorithms.sequences import Sequences
 from scalerl.config.schema import RolloutCorrectionConfig
-from scalerl.metrics import merge_metrics, to_floats
+from scalerl.tracking.metrics import merge_metrics, to_floats
 
 NAN = math.nan
 CASES = {

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from scalerl.algorithms import gae, rewards_at_last_token
-from scalerl.protocol import cu_seqlens_of
+from scalerl.batch.data_proto import cu_seqlens_of
 
 FACTORS = st.sampled_from([0.0, 0.5, 0.9, 0.99, 1.0])
 NUMBERS = st.floats(-3, 3, width=32)

@@ -20,7 +20,7 @@ from scalerl.algorithms.losses import (
     weighted_sum,
 )
 from scalerl.config.schema import ActorConfig
-from scalerl.metrics import merge_metrics
+from scalerl.tracking.metrics import merge_metrics
 
 vanilla = get_policy_loss("vanilla")
 logprob = st.floats(-30, 0)

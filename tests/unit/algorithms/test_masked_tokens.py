@@ -31,7 +31,7 @@ from scalerl.config.schema import (
     PolicyLossConfig,
     RolloutCorrectionConfig,
 )
-from scalerl.metrics import (
+from scalerl.tracking.metrics import (
     explained_variance_sums,
     largest_differences,
     mismatch_metrics,

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalerl.algorithms import adv_estimator_names, get_adv_estimator
+from scalerl.batch.data_proto import cu_seqlens_of
 from scalerl.config.schema import AlgorithmConfig
-from scalerl.protocol import cu_seqlens_of
 
 PER_TOKEN = [name for name in adv_estimator_names() if get_adv_estimator(name).per_token]
 NUMBERS = st.floats(-3, 3, width=32)

@@ -21,7 +21,7 @@ from scalerl.checkpoint import store
 from scalerl.checkpoint.mirror import Mirror
 from scalerl.checkpoint.store import Best, CheckpointWriteError, Kept
 from scalerl.errors import RunError, UserError
-from scalerl.servers.process import free_port
+from scalerl.rollout.servers.process import free_port
 
 REPOSITORY = Path(next(iter(scalerl.__path__))).parent
 # Uploads a checkpoint and rotates; dies by SIGKILL just before filesystem operation number `kill_at` below the mirror.

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalerl.balance import StepPlan, plan_step
+from scalerl.batch import StepPlan, plan_step
 from scalerl.cluster.batch import BatchRef, HeldRows, PlacedBatch, ShardedBatch, places_by_label
-from scalerl.controller.training.roles import loss_totals
+from scalerl.trainer.ranks.roles import loss_totals
 
 PROMPT_LENGTHS = np.array([4, 4, 7, 7, 3, 3, 5, 5])
 RESPONSE_LENGTHS = np.array([9, 1, 0, 6, 12, 2, 8, 8])

@@ -9,7 +9,7 @@ from ray._private.parameter import RayParams
 
 from scalerl.cluster.ray_hook import for_a_job, leave_out_what_no_run_uses
 
-LAUNCHER = Path(__file__).parents[3] / "scalerl/launch/scripts/ray.sbatch"
+LAUNCHER = Path(__file__).parents[3] / "scalerl/extras/slurm/scripts/ray.sbatch"
 
 
 def test_what_no_run_uses_is_left_out() -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from scalerl.base.scratch import remove_abandoned
 from scalerl.cluster.ray_session import PREFIX, own_token, session_directory, sigterm_kept
 from scalerl.errors import UserError
-from scalerl.scratch import remove_abandoned
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from scalerl.cluster.failures import WorkerError
 from scalerl.cluster.pools import ResourceError
 from scalerl.config import ConfigError
 from scalerl.errors import UserError, run_main
-from scalerl.servers.process import ServerArgumentsError, ServerNotReadyError
-from scalerl.servers.requests import RolloutError, ServerLostError
+from scalerl.rollout.servers.process import ServerArgumentsError, ServerNotReadyError
+from scalerl.rollout.servers.requests import RolloutError, ServerLostError
 
 
 def remote(cause: Exception) -> Exception:

@@ -10,6 +10,7 @@ import pytest
 
 from scalerl.algorithms import get_adv_estimator, get_policy_loss, register_adv_est, register_token_adv_est
 from scalerl.algorithms.advantages import adv_estimator_names
+from scalerl.base.user_code import forget_files, import_files
 from scalerl.config import ConfigError, compose, model_roles, validate_ppo
 from scalerl.config.registered_names import (
     CRITIC_ESTIMATORS,
@@ -20,7 +21,6 @@ from scalerl.config.registered_names import (
     RegisteredNames,
 )
 from scalerl.rewards import get_reward_manager
-from scalerl.user_code import forget_files, import_files
 
 REQUIRED = [
     "data.train_files=a",

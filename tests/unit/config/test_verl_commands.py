@@ -13,7 +13,7 @@ import pytest
 
 from scalerl.config import ConfigError, PPOConfig, SFTConfig, composed, translation_table
 from scalerl.config.keys import KeyTable
-from scalerl.config.verl import Translation
+from scalerl.extras.verl.keys import Translation
 from scalerl.tracking.backend import flat_config
 
 # Arguments of four of verl's example scripts, of its vocabulary (further), and every key of ppo_megatron_trainer with

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from scalerl.commands.generation import read_prompts
 from scalerl.config import compose
 from scalerl.config.schema import DataConfig, SFTDataConfig
 from scalerl.data import DataError, RLHFDataset, SFTDataset, prompt_tokens
 from scalerl.data.chat import Conversation, unknown_options, use_chat_template
 from scalerl.data.files import resolve_files
 from scalerl.data.tables import read_tables
-from scalerl.inference.generation import read_prompts
 
 TEMPLATE = (
     "{% if tools %}{{ tools[0].function.name }} {% endif %}"

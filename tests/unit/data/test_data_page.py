@@ -13,11 +13,11 @@ import pytest
 
 import scalerl
 from scalerl import cli
+from scalerl.commands.data.rows import SOURCES
 from scalerl.config import compose
 from scalerl.config.keys import leaves
 from scalerl.config.schema import DataConfig, PPOConfig, SFTConfig
 from scalerl.data import RLHFDataset, create_rl_dataset
-from scalerl.data.prepare.rows import SOURCES
 
 PAGE = (Path(next(iter(scalerl.__path__))).parent / "docs" / "data.md").read_text(encoding="utf-8")
 

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from scalerl.commands.data.command import main
+from scalerl.commands.data.hub_sets import HubSet, declared_files, split_files
 from scalerl.data import DataError
-from scalerl.data.prepare.command import main
-from scalerl.data.prepare.hub_sets import HubSet, declared_files, split_files
 from tests.hub_mirror import COMMIT, Hub
 
 REPO = "makers/sums"

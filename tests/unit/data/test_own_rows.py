@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from scalerl.commands.data.command import main
 from scalerl.config.schema import DataConfig, SFTDataConfig
 from scalerl.data import DataError, RLHFDataset, SFTDataset
-from scalerl.data.prepare.command import main
 from tests.tiny_models import tiny_tokenizer
 
 SUMS = [{"q": f"{a}+1=", "a": a + 1, "level": "easy"} for a in range(8)]

@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from scalerl import cli
+from scalerl.commands.data import writing
+from scalerl.commands.data.rows import answer_of_solution
+from scalerl.commands.data.splits import split_of
 from scalerl.config.schema import DataConfig
 from scalerl.data import DataError, RLHFDataset
-from scalerl.data.prepare import writing
-from scalerl.data.prepare.rows import answer_of_solution
-from scalerl.data.prepare.splits import split_of
 
 GSM8K = [
     {"question": "Ann has 3 pens and buys 2. How many?", "answer": "She has 3 + 2 = <<3+2=5>>5 pens.\n#### 5"},

@@ -14,9 +14,9 @@ import pytest
 
 import scalerl
 from scalerl import cli
+from scalerl.commands.data.reasoning_gym_rows import INSTRUCTION, generate, parse_options
 from scalerl.config.schema import DataConfig
 from scalerl.data import DataError, RLHFDataset
-from scalerl.data.prepare.reasoning_gym_rows import INSTRUCTION, generate, parse_options
 
 PAGE = (Path(next(iter(scalerl.__path__))).parent / "docs" / "data.md").read_text(encoding="utf-8")
 installed = pytest.mark.skipif(
@@ -107,8 +107,8 @@ def test_a_task_with_little_variety_gives_what_it_has_and_nothing_on_both_sides(
     ],
 )
 def test_what_cannot_be_generated(task, options, text):
-    from scalerl.data.prepare.reasoning_gym_process import TaskError
-    from scalerl.data.prepare.reasoning_gym_process import generate as generate_here
+    from scalerl.commands.data.reasoning_gym_process import TaskError
+    from scalerl.commands.data.reasoning_gym_process import generate as generate_here
 
     with pytest.raises(TaskError, match=re.escape(text)):
         generate_here(task, options, [{"name": "train", "size": 1, "seeds": [1]}])

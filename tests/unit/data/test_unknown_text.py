@@ -10,15 +10,15 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from scalerl.commands.data.command import main
+from scalerl.commands.generation import read_prompts
+from scalerl.commands.serve import _unknown_line
 from scalerl.config import compose
 from scalerl.config.schema import CustomClassConfig, DataConfig, SFTDataConfig
 from scalerl.data import DataError, RLHFDataset, SFTDataset, create_rl_dataset
 from scalerl.data.files import resolve_files
-from scalerl.data.prepare.command import main
 from scalerl.data.tables import read_tables
 from scalerl.data.unknown_text import UnknownText, unwritable_ascii
-from scalerl.inference.generation import read_prompts
-from scalerl.inference.serve import _unknown_line
 
 SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
 TEMPLATE = (

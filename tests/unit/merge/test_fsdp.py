@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from scalerl.families import FAMILIES
 from scalerl.merge import fsdp, main
+from scalerl.models import FAMILIES
 from tests.tiny_models import make_tiny_model
 
 

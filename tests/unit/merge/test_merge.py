@@ -29,9 +29,9 @@ import scalerl
 from scalerl.checkpoint import store
 from scalerl.checkpoint.pieces import Piece, write_file, write_index
 from scalerl.checkpoint.torch_dist import DistCheckpoint
-from scalerl.families import CHECKPOINT_MODEL_PREFIX, HFWeights, ModelShape, family_of
 from scalerl.merge import convert, main, merge
 from scalerl.merge.command import parse_bytes
+from scalerl.models import CHECKPOINT_MODEL_PREFIX, HFWeights, ModelShape, family_of
 from tests.lanes import full
 from tests.tiny_models import WITH_EXPERTS, make_tiny_model
 

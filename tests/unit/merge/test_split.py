@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from scalerl.checkpoint.torch_dist import DistCheckpoint
-from scalerl.families import ModelShape, read_config
 from scalerl.merge import main, merge
 from scalerl.merge.split import SplitSizes, split
+from scalerl.models import ModelShape, read_config
 from tests.tiny_models import FAMILIES, WITH_EXPERTS, make_tiny_model, store_as_fp8
 
 DENSE = [SplitSizes(), SplitSizes(tp_size=2, pp_size=2), SplitSizes(pp_size=2, vpp_size=2, cp_size=2)]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl.families import Family, ModelShape, family_of
+from scalerl.models import Family, ModelShape, family_of
 from scalerl.parallel.export import largest_bytes, plan_buckets
 from tests.tiny_models import make_tiny_model
 

@@ -15,9 +15,9 @@ from megatron.core.transformer.moe import fused_a2a, moe_utils
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from scalerl.config.schema import MegatronConfig, OptimConfig
-from scalerl.config.verl.overrides import OWNED, SAME_NAME
 from scalerl.errors import UserError
-from scalerl.families import ModelShape
+from scalerl.extras.verl.keys.overrides import OWNED, SAME_NAME
+from scalerl.models import ModelShape
 from scalerl.parallel.layout import Layout
 from scalerl.parallel.megatron_overrides import (
     dispatcher_line,

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl.balance import Alignment
+from scalerl.batch import Alignment
+from scalerl.batch.data_proto import DataProto, Jagged
 from scalerl.parallel.micro_batch import MicroBatch, by_length, pack_rows, unpack
-from scalerl.protocol import DataProto, Jagged
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 

@@ -11,12 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scalerl.config.schema import MegatronConfig
-from scalerl.families import ModelShape
-from scalerl.hybrid.transports.broadcast import NCCL_GRACE_S, BroadcastTransport
+from scalerl.models import ModelShape
 from scalerl.parallel.engine import _loss
 from scalerl.parallel.layout import Layout
 from scalerl.parallel.logprobs import _multiplies_into_float32
 from scalerl.parallel.model import transformer_config
+from scalerl.rollout.sync.transports.broadcast import NCCL_GRACE_S, BroadcastTransport
 from tests.model_configs import read_config
 
 NUM_TOKENS, HIDDEN, WORDS = 32, 64, 512

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from scalerl.balance import Alignment
+from scalerl.batch import Alignment
+from scalerl.batch.data_proto import DataProto, Jagged
 from scalerl.config.transformer_engine import transformer_engine_version
 from scalerl.parallel import platform
 from scalerl.parallel.attention import PackedAttention
@@ -16,7 +17,6 @@ from scalerl.parallel.micro_batch import Packing, pack_rows
 from scalerl.parallel.model import core_attention
 from scalerl.parallel.te_attention import require_transformer_engine, transformer_engine_packing
 from scalerl.parallel.ulysses import zigzag_order
-from scalerl.protocol import DataProto, Jagged
 
 
 def packing_of(lengths: list[int], cp_size: int, tp_size: int) -> Packing:

@@ -162,7 +162,7 @@ def test_only_known_rules_evaluate_python():
 
 @installed
 def test_every_task_scores_its_own_answers_as_a_file_has_them():
-    from scalerl.data.prepare import reasoning_gym_process
+    from scalerl.commands.data import reasoning_gym_process
     from scalerl.rewards.reasoning_gym_task import score_answer
 
     tasks = set(reasoning_gym_process.DATASETS) - {"composite"}

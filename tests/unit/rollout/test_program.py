@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from scalerl.base.user_code import UserCodeError
 from scalerl.config.schema import DataConfig, ProgramConfig
 from scalerl.data import PromptRow, RLHFDataset
 from scalerl.rollout.program import Ask, Servers, Tools, load_program, run_program, single_turn
 from scalerl.rollout.samples import turn_seed
-from scalerl.servers.requests import GenerateOutput, SamplingParams
-from scalerl.user_code import UserCodeError
+from scalerl.rollout.servers.requests import GenerateOutput, SamplingParams
 from tests.tiny_models import tiny_tokenizer
 
 PROMPT = PromptRow(3, [1, 2], 2, "source", "truth", {}, [{"role": "user", "content": "?"}], "rule")

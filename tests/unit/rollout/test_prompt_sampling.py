@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from scalerl.rollout.prompt_sampling import override_sampling
-from scalerl.servers.requests import SamplingParams
+from scalerl.rollout.servers.requests import SamplingParams
 
 BASE = SamplingParams(max_new_tokens=64, temperature=1.0, top_p=0.9)
 

@@ -13,7 +13,7 @@ import pytest
 from scalerl.data import PromptRow
 from scalerl.rollout.program import Trajectory, single_turn
 from scalerl.rollout.samples import SampleRequest, make_samples
-from scalerl.servers.requests import GenerateOutput, GenerateRequest, SamplingParams
+from scalerl.rollout.servers.requests import GenerateOutput, GenerateRequest, SamplingParams
 
 NUM_CLIENTS = 4
 

@@ -21,9 +21,9 @@ import pytest
 from mlflow import MlflowClient
 
 from scalerl.errors import UserError
-from scalerl.metrics import Metric
 from scalerl.tracking import Tracking, plots
 from scalerl.tracking.backend import flat_config, safe_uri
+from scalerl.tracking.metrics import Metric
 from scalerl.tracking.mlflow_names import metric_name, param_text
 from scalerl.tracking.mlflow_pages import how_to_open
 from scalerl.tracking.spool import Spool

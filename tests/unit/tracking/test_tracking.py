@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from scalerl.metrics import Metric
 from scalerl.tracking import Tracking, backend_names
+from scalerl.tracking.metrics import Metric
 from tests.filesystems import mounted
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from scalerl.config import PPOConfig, SFTConfig, compose
+from scalerl.config.error_collector import ErrorCollector
 from scalerl.config.schema import TrainerConfig
-from scalerl.families import ModelShape
+from scalerl.models import ModelShape
 from scalerl.parallel.flash_attention import Refusal, gpu_refusal, import_refusal
-from scalerl.runtime.checks import ErrorCollector
-from scalerl.trainer import attention_choice
-from scalerl.trainer.attention_choice import (
+from scalerl.trainer.checks import attention_choice
+from scalerl.trainer.checks.attention_choice import (
     AttentionChoice,
     agree_on_attention,
     called_head_sizes,

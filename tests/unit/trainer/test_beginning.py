@@ -11,13 +11,12 @@ from typing import Literal
 import pytest
 
 from scalerl import cli
+from scalerl.base.stop import EXIT_TERMINATED
 from scalerl.checkpoint.store import begin_save, commit, write_trainer_state
 from scalerl.config import composed
 from scalerl.config.schema import PPOConfig, SFTConfig, TrainerConfig
 from scalerl.errors import EXIT_INTERRUPTED, UserError
-from scalerl.runtime.stop import EXIT_TERMINATED
-from scalerl.trainer import checkpoints
-from scalerl.trainer.beginning import (
+from scalerl.trainer.console_texts import (
     StartPhases,
     command_line,
     finished_at,
@@ -26,6 +25,7 @@ from scalerl.trainer.beginning import (
     length_of_epochs,
     printing_how_to_continue,
 )
+from scalerl.trainer.saving import checkpoints
 from tests import whole_saves
 from tests.tiny_models import make_tiny_model
 
@@ -131,7 +131,7 @@ def test_an_interrupt_while_data_is_read_says_how_to_go_on(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"scalerl.trainer.preflight.{check}", interrupted)
+    monkeypatch.setattr(f"scalerl.trainer.checks.preflight.{check}", interrupted)
     model = "model.path=m" if command == "sft" else "actor_rollout_ref.model.path=m"
     keys = ["data.train_files=t.parquet", "data.val_files=v.parquet", model, f"trainer.default_local_dir={tmp_path}"]
     assert cli.main([command, *keys]) == EXIT_INTERRUPTED

@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 
 from scalerl import __version__
+from scalerl.base.model_files import files_beside_weights
 from scalerl.checkpoint import store
 from scalerl.checkpoint.store import Best, CheckpointWriteError
 from scalerl.config import PPOConfig, compose
 from scalerl.config.schema import SFTTrainerConfig, TrainerConfig
 from scalerl.data import load_tokenizer
 from scalerl.data.chat import render
-from scalerl.families import ModelShape
 from scalerl.merge.command import build_parser
-from scalerl.model_files import files_beside_weights
-from scalerl.trainer import checkpoints
-from scalerl.trainer.model_checks import check_same_tokenizer
-from scalerl.trainer.own_files import OWN_FILES, own_files
-from scalerl.trainer.saves import Saves
+from scalerl.models import ModelShape
+from scalerl.trainer.checks.model_checks import check_same_tokenizer
+from scalerl.trainer.saving import checkpoints
+from scalerl.trainer.saving.saves import Saves
+from scalerl.trainer.saving.user_file_digests import OWN_FILES, own_files
 from tests import whole_saves
 from tests.tiny_models import make_tiny_model
 

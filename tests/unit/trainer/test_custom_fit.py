@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from scalerl.base.user_code import UserCodeError
 from scalerl.cluster.failures import WorkerError
 from scalerl.config.schema import CustomFitConfig
 from scalerl.trainer.custom_fit import call_fit, load_fit
-from scalerl.user_code import UserCodeError
 
 LOOP = """
 steps = 3

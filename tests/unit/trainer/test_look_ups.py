@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from scalerl.base.user_code import forget_files
 from scalerl.config import ConfigError
-from scalerl.trainer.look_ups import composed_run
-from scalerl.user_code import forget_files
+from scalerl.trainer.checks.early_checks import composed_run
 
 
 def problems(kind: str, *overrides: str) -> list[str]:

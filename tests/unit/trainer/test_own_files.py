@@ -12,7 +12,7 @@ from typing import get_type_hints
 import pytest
 
 from scalerl.config import PPOConfig, SFTConfig, compose
-from scalerl.trainer.own_files import KEYS, OWN_FILES, changed_files, own_files
+from scalerl.trainer.saving.user_file_digests import KEYS, OWN_FILES, changed_files, own_files
 
 
 def configured(*keys: str) -> PPOConfig:

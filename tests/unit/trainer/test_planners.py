@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scalerl.balance import Alignment
+from scalerl.batch import Alignment
 from scalerl.cluster.batch import BatchRef
 from scalerl.config import PPOConfig, compose
-from scalerl.families import ModelShape
+from scalerl.models import ModelShape
 from scalerl.trainer.build import REPORT_S, collective_timeout_s, make_planners, start_order
-from scalerl.trainer.checkpoints import Resumed
-from scalerl.trainer.packing_rules import Planner
-from scalerl.trainer.preflight import PPOInputs
+from scalerl.trainer.checks.preflight import PPOInputs
+from scalerl.trainer.planners import Planner
+from scalerl.trainer.saving.checkpoints import Resumed
 from tests.tiny_models import make_tiny_model
 
 

@@ -13,19 +13,19 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file, save_file
 
+from scalerl.base.user_code import forget_files
 from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose
 from scalerl.data import PromptCursor, load_tokenizer
-from scalerl.families import ModelShape
+from scalerl.models import ModelShape
 from scalerl.parallel.flash_attention import import_refusal
-from scalerl.servers.engines import ENGINES
-from scalerl.trainer import attention_choice, preflight
-from scalerl.trainer.attention_choice import AttentionChoice
-from scalerl.trainer.beginning import finished_at
-from scalerl.trainer.checkpoints import SavedModel
+from scalerl.rollout.servers.engines import ENGINES
+from scalerl.trainer.checks import attention_choice, preflight
+from scalerl.trainer.checks.attention_choice import AttentionChoice
+from scalerl.trainer.checks.model_checks import learning_rate_line
+from scalerl.trainer.checks.preflight import check_ppo, check_sft
+from scalerl.trainer.console_texts import finished_at
 from scalerl.trainer.main_ppo import main
-from scalerl.trainer.model_checks import learning_rate_line
-from scalerl.trainer.preflight import check_ppo, check_sft
-from scalerl.user_code import forget_files
+from scalerl.trainer.saving.checkpoints import SavedModel
 from tests.tiny_models import make_tiny_model
 from tests.whole_saves import save
 
@@ -268,7 +268,7 @@ def test_a_run_that_does_not_fit_its_devices_is_refused(
     (message,) = violations(config(directory, "qwen3", "sglang", 10, f"{memory}=1MB"))
     assert message.startswith(f"{memory} = 0.0 GiB a device: the run does not fit") and "trainer: " in message
     fitting = check_ppo(config(directory, "qwen3", "sglang", 10, f"{memory}=1GB"))
-    assert fitting.memory is not None and fitting.memory.memory_bytes == 10**9
+    assert fitting.memory is not None and fitting.memory.plan.memory_bytes == 10**9
     with pytest.raises(ConfigError, match="does not fit"):
         check_sft(sft(directory, tmp_path, f"{memory}=1MB"))
     # A GPU's servers get the plan's cache, a CPU's have their own rule.
@@ -277,7 +277,7 @@ def test_a_run_that_does_not_fit_its_devices_is_refused(
     assert on_cpu.actor_rollout_ref.rollout.kv_cache_tokens is None
     as_on_gpu(monkeypatch)
     on_gpu = config(directory, "qwen3", "sglang", 10, f"{memory}=h100", "trainer.device=auto")
-    found_plan = check_ppo(on_gpu).memory
+    found_plan = check_ppo(on_gpu).memory.plan
     assert found_plan is not None and found_plan.server is not None
     assert on_gpu.actor_rollout_ref.rollout.kv_cache_tokens == found_plan.server.kv_tokens
 

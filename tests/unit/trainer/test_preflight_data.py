@@ -10,7 +10,7 @@ import pytest
 
 from scalerl.config import ConfigError, PPOConfig, compose
 from scalerl.data import PromptTable
-from scalerl.trainer.preflight import check_ppo
+from scalerl.trainer.checks.preflight import check_ppo
 from tests.tiny_models import make_tiny_model
 
 ROW = {

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 
 from scalerl.config import ConfigError, compose
-from scalerl.trainer.preflight import check_ppo
+from scalerl.trainer.checks.preflight import check_ppo
 
 
 @pytest.mark.skipif(find_spec("swanlab") is not None, reason="swanlab is installed here")

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from scalerl.base.stop import StopRequest
 from scalerl.checkpoint.store import begin_save, commit, write_trainer_state
 from scalerl.cluster.failures import WorkerError
 from scalerl.config.schema import TrainerConfig
 from scalerl.errors import UserError
-from scalerl.runtime.stop import StopRequest
-from scalerl.trainer.checkpoints import Resumed
 from scalerl.trainer.rank_restarts import JOB_END_ENV, RankRestarts, seconds_left
-from scalerl.trainer.saves import Saves
+from scalerl.trainer.saving.checkpoints import Resumed
+from scalerl.trainer.saving.saves import Saves
 
 FRESH = Resumed(None, {})
 LOST = WorkerError("update_actor: the process of rank 1 died")

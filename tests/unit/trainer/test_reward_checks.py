@@ -12,7 +12,7 @@ import pytest
 
 from scalerl.config import ConfigError, compose
 from scalerl.rewards.trial import TRIAL_RESPONSE
-from scalerl.trainer.preflight import check_ppo
+from scalerl.trainer.checks.preflight import check_ppo
 from tests.tiny_models import make_tiny_model
 
 RULE = {"style": "rule", "ground_truth": "2"}

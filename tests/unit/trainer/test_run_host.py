@@ -15,14 +15,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from scalerl.base.directory_lock import LOCK, DirectoryInUseError
 from scalerl.checkpoint import store
 from scalerl.checkpoint.mirror import Mirror
 from scalerl.config import PPOConfig
 from scalerl.data import PromptCursor
-from scalerl.runtime.directory_lock import LOCK, DirectoryInUseError
-from scalerl.trainer.checkpoints import SavedModel
-from scalerl.trainer.preflight import PPOInputs, check_ppo
+from scalerl.trainer.checks.preflight import PPOInputs, check_ppo
 from scalerl.trainer.run_host import run_host
+from scalerl.trainer.saving.checkpoints import SavedModel
 from tests.tiny_models import make_tiny_model
 from tests.unit.trainer.test_preflight import ROW, config
 from tests.whole_saves import save

@@ -13,9 +13,9 @@ import pytest
 
 from scalerl.cluster.batch import BatchRef
 from scalerl.config import PPOConfig
-from scalerl.controller.sampling.groups import EarlyEnd, SampleGroup, kept_uids
-from scalerl.controller.sampling.rollout import Finished
 from scalerl.data import PromptCursor
+from scalerl.rollout.sampling.groups import EarlyEnd, SampleGroup, kept_uids
+from scalerl.rollout.sampling.rollout import Finished
 from scalerl.trainer.ledger import ConservationError, Ledger
 from scalerl.trainer.sample_stream import NoContrastError, SampleStream
 

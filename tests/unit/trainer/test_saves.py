@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
+from scalerl.base.code_version import code_version
 from scalerl.checkpoint import store
 from scalerl.checkpoint.mirror import Mirror
 from scalerl.checkpoint.store import CheckpointWriteError, begin_save, read_trainer_state
 from scalerl.cluster.failures import WorkerError
 from scalerl.config.schema import TrainerConfig
 from scalerl.errors import UserError
-from scalerl.runtime.code_version import code_version
-from scalerl.trainer import checkpoints, saves
-from scalerl.trainer.saves import Saves
+from scalerl.trainer.saving import checkpoints, saves
+from scalerl.trainer.saving.saves import Saves
 from tests.tiny_models import make_tiny_model
 
 # Seconds after which something that should happen has not.

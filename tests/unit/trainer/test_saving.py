@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from scalerl.random_states import generator_states
-from scalerl.trainer import checkpoints, ppo
+from scalerl.base.random_states import generator_states
+from scalerl.trainer import ppo
+from scalerl.trainer.saving import checkpoints
 
 
 class Recorder:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from scalerl.algorithms import KLController, adv_estimator_names, get_adv_estimator
-from scalerl.balance import plan_step
+from scalerl.batch import plan_step
 from scalerl.cluster.batch import BatchRef, PlacedBatch
 from scalerl.config.schema import AlgorithmConfig, KLControlConfig
-from scalerl.metrics import Metric, to_floats
-from scalerl.metrics.failed_samples import as_wrong
+from scalerl.tracking.metrics import Metric, to_floats
+from scalerl.tracking.metrics.failed_samples import as_wrong
 from scalerl.trainer.step_advantages import add_greedy_baseline, estimate_advantages, needs_greedy_baseline
 
 KL_SUMS = np.array([2.0, 1.0, 0.0, 0.5])

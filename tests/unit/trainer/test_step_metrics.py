@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scalerl.balance import StepPlan
+from scalerl.batch import StepPlan
 from scalerl.config import PPOConfig
-from scalerl.metrics import FlopsShape, Metric
+from scalerl.models.flops import FlopsShape
+from scalerl.tracking.metrics import Metric
 from scalerl.trainer.step_metrics import MfuBasis, StepOutcome, no_contrast, reward_extra_means, step_metrics
 
 SHAPE = FlopsShape(

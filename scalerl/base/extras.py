@@ -1,0 +1,26 @@
+"""The doors from the core to `scalerl.extras`: the core opens a door by its name and imports no extra itself.
+
+The core works without the folder `scalerl/extras`; a door is then closed, and what stands behind it is missing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+# Door -> module:name of what stands behind it.
+DOORS = {
+    # The translator of keys that are another system's (`config.foreign_keys.Translator`).
+    "foreign_keys": "scalerl.extras.verl.keys:Translator",
+    # The check whether a run fits its devices (`trainer.checks.preflight.PlanMemory`).
+    "plan_memory": "scalerl.extras.plan.check:plan_memory",
+}
+
+
+def extra(door: str) -> Any:
+    """What stands behind a door; None where `scalerl.extras` is not installed."""
+    if importlib.util.find_spec("scalerl.extras") is None:
+        return None
+    module, _, name = DOORS[door].partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,1 @@
+"""`scalerl doctor`: what is installed and what this machine has."""

@@ -1,0 +1,280 @@
+"""Generation of responses to a file's prompts by rollout servers, which are replaced when they are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from scalerl.base.threads import in_daemon
+from scalerl.cluster.pools import ResourcePool, are_here
+from scalerl.cluster.processes import Processes, leased
+from scalerl.commands.parts import Parts
+from scalerl.config import GenerationConfig
+from scalerl.data.chat import Conversation
+from scalerl.data.messages import check_messages, check_tools
+from scalerl.data.problems import DataError, FileProblems
+from scalerl.data.prompt_rows import check_extra_info
+from scalerl.data.prompt_tokens import Tokens, tokenize
+from scalerl.data.tables import FileTable
+from scalerl.data.truncation import truncate
+from scalerl.data.unknown_text import UnknownRows
+from scalerl.rollout.generation import generate_samples
+from scalerl.rollout.prompt_sampling import override_sampling
+from scalerl.rollout.sampling.draws import sample_seed
+from scalerl.rollout.server_choice import max_in_flight
+from scalerl.rollout.servers.purpose import GENERATION
+from scalerl.rollout.servers.recovery import CallersInLoop, GenerationRecovery, Replacements, ServerRecovery
+from scalerl.rollout.servers.replica import ClientSettings
+from scalerl.rollout.servers.requests import GenerateOutput, GenerateRequest, SamplingParams
+from scalerl.rollout.servers.server_set import ServerSet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FINISH_REASONS = "finish_reasons"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt to respond to.  row: its number over all files."""
+
+    row: int
+    input_ids: list[int]
+    sampling: SamplingParams
+
+
+def read_prompts(
+    tables: Sequence[FileTable], cfg: GenerationConfig, tokenizer: PreTrainedTokenizerBase
+) -> list[Prompt]:
+    """Reads the prompt of every row.  Raises DataError with the problems of the first file that has any."""
+    prompts: list[Prompt] = []
+    for file in tables:
+        problems, unknown = FileProblems(file.name), UnknownRows()
+        column, tools_key = cfg.data.prompt_key, cfg.data.tools_key
+        for chunk in file.chunks([column], problems, optional=["extra_info", tools_key]):
+            checked = [
+                (
+                    check_messages(values[column], row, column, problems),
+                    check_tools(values.get(tools_key), row, tools_key, problems),
+                )
+                for row, values in chunk
+            ]
+            for row, values in chunk:
+                check_extra_info(values.get("extra_info"), row, "extra_info", problems)
+            conversations = [Conversation(messages, tools) for messages, tools in checked if messages is not None]
+            if problems:
+                # Once there is a problem, rows are only checked.
+                continue
+            for (row, values), tokens in zip(
+                chunk, tokenize(tokenizer, conversations, cfg.data.chat_template_kwargs), strict=True
+            ):
+                input_ids = _input_ids(tokens, row, cfg, problems)
+                unknown.add(row, len(tokens.input_ids), tokens.unknown, tokens.left_out, tokens.special)
+                sampling = _sampling(values.get("extra_info"), row, cfg, problems)
+                if input_ids is not None and sampling is not None:
+                    prompts.append(Prompt(file.first + row, input_ids, sampling))
+            if problems.full:
+                break
+        problems.raise_if_any()
+        # Nothing is trained on them.
+        unknown.report(file.name, column, problems, allow=True)
+    return prompts
+
+
+def _input_ids(tokens: Tokens, row: int, cfg: GenerationConfig, problems: FileProblems) -> list[int] | None:
+    where = {"row": row, "column": cfg.data.prompt_key}
+    limit = cfg.rollout.prompt_length
+    if tokens.problem:
+        problem = f"messages that the chat template refuses ({tokens.problem})"
+        problems.add(problem, "correct the messages, or use another template", **where)
+        return None
+    input_ids = tokens.input_ids
+    if not len(input_ids):
+        problems.add("messages that the chat template renders to nothing", "correct it", **where)
+        return None
+    if len(input_ids) <= limit:
+        return input_ids.tolist()
+    if cfg.data.truncation == "error":
+        problems.add(
+            f"a prompt longer than rollout.prompt_length={limit} tokens",
+            "raise it, or set data.truncation=left|right|middle",
+            **where,
+            value=f"{len(input_ids)} tokens",
+        )
+        return None
+    return [int(token) for token in truncate(input_ids.tolist(), limit, cfg.data.truncation)]
+
+
+def _sampling(
+    extra_info: dict | None, row: int, cfg: GenerationConfig, problems: FileProblems
+) -> SamplingParams | None:
+    config = cfg.rollout
+    base = SamplingParams(
+        config.response_length, config.temperature, config.top_p, config.top_k, ignore_eos=config.ignore_eos
+    )
+    try:
+        return override_sampling(base, extra_info, f"row {row}", max_new_tokens_key="rollout.response_length")
+    except ValueError as error:
+        problems.add(str(error), "correct it", column="extra_info")
+        return None
+
+
+class GenerationServers:
+    """The rollout servers of a generation; they serve the model's files, so a restarted server needs nothing else."""
+
+    def __init__(self, cfg: GenerationConfig, pool: ResourcePool, log_dir: Path) -> None:
+        """Starts the servers; `wait_ready` returns when they answer."""
+        max_model_len = cfg.rollout.prompt_length + cfg.rollout.response_length
+        clients = ClientSettings(
+            GENERATION, max_model_len, cfg.rollout.request_timeout_s, max_in_flight(cfg.rollout.max_num_seqs)
+        )
+        self.servers = ServerSet(
+            clients,
+            pool,
+            cfg.model,
+            cfg.rollout,
+            gpu_ids=None,
+            log_dir=log_dir,
+            timeout_s=cfg.trainer.timeout_s,
+            owns_devices=True,
+            single_node=are_here(pool),
+        )
+        self.num_resubmitted = 0
+
+    def wait_ready(self) -> None:
+        """Waits until all servers answer.  Raises ServerStartError, with the last log lines, if one does not start."""
+        self.servers.wait_ready()
+
+    @asynccontextmanager
+    async def replaced(self) -> AsyncIterator[Replacements]:
+        """Restarts lost servers while the block runs; does not wait for restarts at its end."""
+        replacements = Replacements(self.servers.clients, self.servers.replicas)
+        restarting = asyncio.create_task(self._replace_lost(replacements))
+        try:
+            yield replacements
+        finally:
+            restarting.cancel()
+
+    async def _replace_lost(self, replacements: Replacements) -> None:
+        recovery = ServerRecovery(self.servers, CallersInLoop(replacements))
+        while lost := await replacements.next_lost():
+            try:
+                await asyncio.wrap_future(in_daemon(partial(recovery.replace, lost), "restart"))
+            except Exception as error:
+                # Otherwise those who wait for a successor would wait forever.
+                await replacements.give_up(error)
+                return
+
+    def leave(self) -> None:
+        """Stops the servers at the end of a lease: they serve this model's files, and are of no use to another run."""
+        self.stop()
+
+    def stop(self) -> None:
+        """Stops the servers."""
+        self.servers.stop()
+
+
+@contextmanager
+def generation_servers(
+    cfg: GenerationConfig, device: str, log_dir: Path, processes: Processes | None = None
+) -> Iterator[GenerationServers]:
+    """Starts servers for the block, and stops them after it; their devices go back to `processes`."""
+    trainer = cfg.trainer
+    with ExitStack() as stack:
+        num_workers = trainer.nnodes * trainer.n_gpus_per_node
+        lease = stack.enter_context(leased(processes, num_workers=num_workers, device=device, log_dir=log_dir))
+        pool = lease.pool(
+            nnodes=trainer.nnodes,
+            devices_per_node=trainer.n_gpus_per_node,
+            device=device,
+            timeout_s=trainer.timeout_s,
+        )
+        servers = lease.add(GenerationServers(cfg, pool, log_dir))
+        servers.wait_ready()
+        yield servers
+
+
+def generate(
+    cfg: GenerationConfig,
+    prompts: Sequence[Prompt],
+    parts: Parts,
+    servers: GenerationServers,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    stop: Callable[[], bool],
+) -> bool:
+    """Generates the parts that are missing; returns False if `stop` ended the generation between two parts."""
+    return asyncio.run(_generate(cfg, prompts, parts, servers, tokenizer, stop))
+
+
+async def _generate(
+    cfg: GenerationConfig,
+    prompts: Sequence[Prompt],
+    parts: Parts,
+    servers: GenerationServers,
+    tokenizer: PreTrainedTokenizerBase,
+    stop: Callable[[], bool],
+) -> bool:
+    todo = parts.missing()
+    num_done = parts.num_batches - len(todo)
+    async with servers.replaced() as replacements:
+        for batch in todo:
+            if stop():
+                return False
+            began = time.monotonic()
+            requests = [_request(prompts[row], cfg) for row in parts.rows(batch)]
+            serving = await replacements.serving()
+            recovery = GenerationRecovery(replacements, serving)
+            clients = [replacements.clients[index] for index in serving]
+            outputs = await generate_samples(clients, requests, recovery=recovery)
+            servers.num_resubmitted += recovery.num_samples
+            parts.write(batch, _columns(outputs, cfg, tokenizer))
+            num_done += 1
+            num_tokens = sum(len(output.output_ids) for output in outputs)
+            print(
+                f"batch {num_done}/{parts.num_batches}  rows {parts.rows(batch)[0]} to {parts.rows(batch)[-1]}  "
+                f"{num_tokens} tokens  {num_tokens / (time.monotonic() - began):.0f} tok/s",
+                flush=True,
+            )
+    return True
+
+
+def _request(prompt: Prompt, cfg: GenerationConfig) -> GenerateRequest:
+    n, seed = cfg.data.n_samples, cfg.rollout.seed
+    seeds = [sample_seed(seed, 0, prompt.row, sample) for sample in range(n)]
+    return GenerateRequest(prompt.row, prompt.input_ids, n, prompt.sampling, seeds)
+
+
+def _columns(
+    outputs: Sequence[GenerateOutput], cfg: GenerationConfig, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, pa.Array]:
+    """The columns of a part.  outputs: n of each prompt, in order."""
+    n = cfg.data.n_samples
+    texts = [str(tokenizer.decode(output.output_ids, skip_special_tokens=True)) for output in outputs]
+    reasons = [output.finish_reason for output in outputs]
+
+    def lists(values: list[str]) -> pa.Array:
+        return pa.array([values[first : first + n] for first in range(0, len(values), n)], pa.list_(pa.string()))
+
+    return {cfg.data.response_key: lists(texts), FINISH_REASONS: lists(reasons)}
+
+
+def check_new_columns(tables: Sequence[FileTable], cfg: GenerationConfig) -> None:
+    """Raises DataError if the input has a column whose name the output needs."""
+    new = {cfg.data.response_key: "rename it, or set data.response_key", FINISH_REASONS: "rename it"}
+    problems = [
+        f"{file.name}: has a column '{name}' already, which the output adds; {advice}"
+        for file in tables
+        for name, advice in new.items()
+        if name in file.column_names
+    ]
+    if problems:
+        raise DataError(problems)

@@ -1,0 +1,1 @@
+"""What stands on the core and what nothing of the core imports: verl, Slurm, plans, proofs."""

@@ -1,0 +1,100 @@
+"""A memory plan as text: the summary that a run prints at its start, and the whole table of `scalerl plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from scalerl.base.byte_units import GIB
+from scalerl.config import PPOConfig, SFTConfig
+from scalerl.extras.plan.balance import full_length_balance, spread_balance
+from scalerl.extras.plan.plan import CHECKPOINT_PIECE_BYTES, SOURCES, DevicePlan, MemoryPlan
+from scalerl.models import ModelShape
+
+
+def summary(plan: MemoryPlan) -> str:
+    """A line for each kind of device with its peak, one for the servers, one for what is sent and saved."""
+    return "\n".join([*(_peak_line(device, _of(plan)) for device in _ends(plan.devices)), *_totals(plan)])
+
+
+def plan_table(plan: MemoryPlan) -> str:
+    """Every phase of every kind of device, part by part, in GiB; then where the numbers come from."""
+    lines: list[str] = []
+    for device in _ends(plan.devices):
+        layers = f" ({len(device.layers)} layers)" if device.layers else ""
+        peak = f"at most {device.peak.num_bytes / GIB:.1f}{_of(plan)} GiB, in {device.peak.name}"
+        lines.append(f"{device.name}{layers}: {peak}")
+        for phase in device.phases:
+            mark = " <- peak" if phase is device.peak else ""
+            lines.append(f"  {phase.name:<28}{phase.num_bytes / GIB:>8.1f} GiB{mark}")
+            lines += [f"    {name:<26}{size / GIB:>8.2f}" for name, size in phase.parts.items() if size]
+    names = {name for device in plan.devices for phase in device.phases for name in phase.parts}
+    lines += ["", "where the numbers come from"]
+    lines += [f"  {part:<16}{source}" for part, source in SOURCES.items() if any(n.endswith(part) for n in names)]
+    return "\n".join([*lines, "", *_totals(plan), _checkpoint_line(plan)])
+
+
+def fit_line(plan: MemoryPlan) -> str:
+    """Whether the run fits its devices, as text."""
+    if plan.memory_bytes is None:
+        return "whether it fits is not said, because the device's memory is not known: give --device-memory"
+    return f"the run {'does not fit' if plan.problems() else 'fits'} devices of {plan.memory_bytes / GIB:.1f} GiB"
+
+
+def _of(plan: MemoryPlan) -> str:
+    return "" if plan.memory_bytes is None else f" of {plan.memory_bytes / GIB:.1f}"
+
+
+def _checkpoint_line(plan: MemoryPlan) -> str:
+    piece, node = CHECKPOINT_PIECE_BYTES / GIB, plan.devices_per_node * CHECKPOINT_PIECE_BYTES / GIB
+    return (
+        f"host memory of a save that is waited for, and of a load: at most {piece:.2f} GiB for a rank, {node:.2f} GiB "
+        "on its node, beside what it holds"
+    )
+
+
+def balance_line(cfg: PPOConfig | SFTConfig, shape: ModelShape) -> str:
+    """How evenly the ranks share an update of the actor, as text."""
+    full, spread = full_length_balance(cfg, shape), spread_balance(cfg, shape)
+    return (
+        f"balance of an update over {full.dp_size} data-parallel rank(s): the busiest has {full.operations:.2f} times "
+        f"the mean's operations with samples of full length ({full.num_micro_batches} micro-batches each), "
+        f"{spread.operations:.2f} with lengths spread evenly up to it, and {spread.tokens:.2f} of its tokens then"
+    )
+
+
+def _ends(devices: Sequence[DevicePlan]) -> list[DevicePlan]:
+    """The devices to show: of a pipeline the first, the fullest of those between, and the last stage; all others."""
+    stages = [device for device in devices if device.name.startswith("trainer")]
+    others = [device for device in devices if device not in stages]
+    if len(stages) > 3:
+        stages = [stages[0], max(stages[1:-1], key=lambda device: device.peak.num_bytes), stages[-1]]
+    return [*stages, *others]
+
+
+def _peak_line(device: DevicePlan, of: str) -> str:
+    peak = device.peak
+    parts = sorted((part for part in peak.parts.items() if part[1]), key=lambda part: -part[1])
+    shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts[:4])
+    return f"memory of {device.name}: at most {peak.num_bytes / GIB:.1f}{of} GiB, in {peak.name} ({shown})"
+
+
+def _totals(plan: MemoryPlan) -> Iterator[str]:
+    yield f"parameters: {plan.num_parameters / 1e9:.2f} billion; checkpoint {plan.checkpoint_bytes / GIB:.1f} GiB" + (
+        f"; a weight sync sends {plan.sync_bytes / GIB:.1f} GiB to each replica" if plan.server else ""
+    )
+    if copies := {device.name: device.save_copy_bytes for device in plan.devices if device.save_copy_bytes}:
+        name = max(copies, key=lambda name: copies[name])
+        yield (
+            f"host memory of saves (trainer.async_save): {copies[name] / GIB:.1f} GiB for a rank of {name}, "
+            f"{plan.devices_per_node * copies[name] / GIB:.1f} GiB on its node"
+        )
+    if plan.server is None:
+        return
+    per_token = f"{plan.server.kv_token_bytes / 1024:.1f} KiB per token"
+    if plan.server.kv_tokens is None:
+        yield f"KV cache: {per_token} and device; its size needs the device's memory (trainer.device_memory)"
+    else:
+        yield (
+            f"KV cache: {max(0, plan.server.kv_tokens)} tokens in each replica, {per_token} and device: "
+            f"{plan.concurrency} samples of {plan.longest_sample} tokens at a time"
+        )

@@ -1,0 +1,96 @@
+"""The memory that a rollout server takes on each of its devices: weights, KV cache by the token, and the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from scalerl.base.byte_units import GIB
+from scalerl.config.schema import ServerConfig
+from scalerl.models import ModelShape
+from scalerl.models.sizes import FLOAT, ITEMSIZE, counted_params
+from scalerl.rollout.servers.engines import ENGINES
+
+# Assumed, of SGLang on a GPU: its CUDA context and communicators; captured graphs and the buffers of a prefill.
+CONTEXT_BYTES = 1 * GIB
+GRAPH_BYTES = 2 * GIB
+# Of the names of a model's shared experts.
+SHARED_EXPERTS = ".shared_experts."
+# Share of the tokens that would fit which a server is told to have, so that every replica finds room for them.
+KV_SURE_FRAC = 0.95
+# Tokens of a KV cache come in multiples of this.
+KV_GRANULE = 256
+
+
+@dataclass(frozen=True)
+class ServerBytes:
+    """The bytes that a server takes on one of its devices. kv_token_bytes: of each token of the KV cache.
+
+    kv_tokens: of the whole cache, what each replica gets; None where the device's memory is not known, negative where
+    not even the weights fit.
+    """
+
+    weights: int
+    kv_token_bytes: int
+    kv_tokens: int | None
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.kv_token_bytes * max(0, self.kv_tokens or 0)
+
+
+def server_bytes(
+    shape: ModelShape, config: ServerConfig, free_bytes: int | None, *, on_cpu: bool = False
+) -> ServerBytes:
+    """The bytes that a server takes on one of its devices.
+
+    free_bytes: of the device when the server starts; None: not known. The cache has config.kv_cache_tokens tokens or,
+    if that is null, those that gpu_memory_utilization leaves room for. That is a share of what is free once the
+    server's process has its context, before it loads weights (SGLang's `measure_pre_model_load_memory`).
+    """
+    weights = weight_bytes(
+        shape,
+        config.tensor_model_parallel_size,
+        ITEMSIZE[config.dtype],
+        whole_shared_experts=ENGINES[config.name].has_whole_shared_experts(config),
+    )
+    token = kv_token_bytes(shape, config.tensor_model_parallel_size, ITEMSIZE[config.dtype])
+    if config.kv_cache_tokens is not None:
+        return ServerBytes(weights, token, config.kv_cache_tokens)
+    if free_bytes is None:
+        return ServerBytes(weights, token, None)
+    room = int(config.gpu_memory_utilization * (free_bytes - (0 if on_cpu else CONTEXT_BYTES))) - weights
+    tokens = int(room * KV_SURE_FRAC) // token // KV_GRANULE * KV_GRANULE
+    return ServerBytes(weights, token, tokens)
+
+
+def weight_bytes(shape: ModelShape, tp_size: int, itemsize: int, *, whole_shared_experts: bool = False) -> int:
+    """The bytes of a server rank's weights: its part of them, but norms, routers and latent down projections whole.
+
+    Of routed experts it is the same part, whether a rank has some of them or some of the width of each.
+    """
+    num_bytes = 0
+    for param, count in counted_params(shape):
+        shapes = param.hf_shapes(shape)
+        sizes = [prod(size) for size in shapes.values()]
+        if whole_shared_experts and any(SHARED_EXPERTS in name for name in shapes):
+            numbers = sum(sizes)
+        elif param.kind == "qkv" and tp_size > shape.num_kv_heads:
+            # A rank has one key and value head at least.
+            query, *others = sizes
+            numbers = query // tp_size + sum(size // shape.num_kv_heads for size in others)
+        else:
+            numbers = sum(sizes) if param.kind == "replicated" else -(-sum(sizes) // tp_size)
+        num_bytes += count * numbers * (FLOAT if param.keeps_float32 else itemsize)
+    return num_bytes
+
+
+def kv_token_bytes(shape: ModelShape, tp_size: int, itemsize: int) -> int:
+    """The bytes of a token's keys and values in all layers, on one rank of a server.
+
+    With latent attention these are the compressed ones, whole on every rank.
+    """
+    if shape.kv_lora_rank is not None:
+        return shape.num_layers * (shape.kv_lora_rank + (shape.qk_rope_head_dim or 0)) * itemsize
+    heads = max(1, shape.num_kv_heads // tp_size)
+    return 2 * shape.num_layers * heads * shape.head_dim * itemsize

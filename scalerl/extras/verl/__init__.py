@@ -1,0 +1,1 @@
+"""The edge to verl: its keys, its launch scripts, its helper functions."""

@@ -1,1 +1,0 @@
-"""The commands `scalerl generate`, `eval`, `serve` and `chat`, which use a trained model and need no trainer."""

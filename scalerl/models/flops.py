@@ -1,0 +1,217 @@
+"""Floating-point operations that a transformer needs, and the share of the hardware's peak that they use.
+
+Only matrix products count (a multiply-add is 2), each once and only if its result is needed: attention to the tokens
+that a causal mask leaves, the experts that a token is routed to; no embedding lookup, padding or recomputation.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from scalerl.models.shape import ModelShape
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import ArrayLike
+
+logger = logging.getLogger(__name__)
+
+# FLOP/s of dense matrix products as the vendors' data sheets state them, without structured sparsity:
+# (name, bfloat16 and float16 with float32 accumulation, float32 without TF32). First match counts.
+_PEAKS: tuple[tuple[str, float, float | None], ...] = (
+    (r"GB200", 2500e12, 80e12),
+    (r"B200", 2250e12, 80e12),
+    (r"GH200", 989e12, 67e12),
+    (r"H200", 989e12, 67e12),
+    (r"H100.*PCIe", 756e12, 51e12),
+    (r"H100 NVL", 835e12, 60e12),
+    (r"H100", 989e12, 67e12),
+    (r"H800.*PCIe", 756e12, 51e12),
+    (r"H800", 989e12, 67e12),
+    (r"H20", 148e12, 44e12),
+    (r"A100", 312e12, 19.5e12),
+    (r"A800", 312e12, 19.5e12),
+    (r"A40", 149.7e12, 37.4e12),
+    (r"A10", 125e12, 31.2e12),
+    (r"L40S", 362.05e12, 91.6e12),
+    (r"L40", 181.05e12, 90.5e12),
+    (r"L20", 119.5e12, 59.8e12),
+    (r"L4", 121e12, 30.3e12),
+    (r"MI300X", 1307e12, 163.4e12),
+    (r"MI325X", 1307e12, 163.4e12),
+    (r"MI350X", 2300e12, None),
+    (r"MI355X", 2500e12, None),
+)
+_DTYPES = {"bfloat16": 1, "bf16": 1, "float16": 1, "fp16": 1, "float32": 2, "fp32": 2}
+_warned: set[tuple[str, str]] = set()
+
+
+@dataclass(frozen=True)
+class FlopsShape:
+    """The sizes of a decoder that determine its matrix products.
+
+    ffn_hidden_size: inner width of a dense layer's MLP.  gated: an MLP or expert has three matrices, else two.
+    vocab_size: width of the head; 1 for a value head (`as_critic`).
+    num_moe_layers: layers whose MLP is a mixture: a router over num_experts, of which every token uses
+    num_experts_per_token, each moe_ffn_hidden_size wide, and shared experts with a total width of
+    shared_expert_ffn_hidden_size.
+    kv_lora_rank set: latent attention (MLA) with its q_lora_rank (None: queries uncompressed), qk_nope_head_dim,
+    qk_rope_head_dim and v_head_dim; num_kv_heads and head_dim are ignored then.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_hidden_size: int
+    vocab_size: int
+    gated: bool = True
+    num_moe_layers: int = 0
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    moe_ffn_hidden_size: int = 0
+    shared_expert_ffn_hidden_size: int = 0
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+
+    def as_critic(self) -> FlopsShape:
+        """The same model with a value head of width 1 in place of the vocabulary."""
+        return replace(self, vocab_size=1)
+
+    @property
+    def matmul_params(self) -> int:
+        """Weights that one token is multiplied with: attention projections, MLP or its experts, head."""
+        mlp = self._mlp(self.ffn_hidden_size) * (self.num_layers - self.num_moe_layers)
+        mixture = self.num_moe_layers * (
+            self.hidden_size * self.num_experts
+            + self.num_experts_per_token * self._mlp(self.moe_ffn_hidden_size)
+            + self._mlp(self.shared_expert_ffn_hidden_size)
+        )
+        return self.num_layers * self._attention_params + mlp + mixture + self.hidden_size * self.vocab_size
+
+    def _mlp(self, width: int) -> int:
+        return self.hidden_size * width * (3 if self.gated else 2)
+
+    @property
+    def _attention_params(self) -> int:
+        heads, hidden = self.num_heads, self.hidden_size
+        if self.kv_lora_rank is None:
+            return hidden * self.head_dim * 2 * (heads + self.num_kv_heads)
+        qk_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
+        query = hidden * heads * qk_dim if self.q_lora_rank is None else self.q_lora_rank * (hidden + heads * qk_dim)
+        key_value = hidden * (self.kv_lora_rank + self.qk_rope_head_dim)
+        key_value += self.kv_lora_rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
+        return query + key_value + heads * self.v_head_dim * hidden
+
+    @property
+    def _flops_per_pair(self) -> int:
+        """FLOPs of a (query, key) pair in all layers and heads: a dot product for its score, an axpy for its value."""
+        mla = self.kv_lora_rank is not None
+        qk_dim = self.qk_nope_head_dim + self.qk_rope_head_dim if mla else self.head_dim
+        return 2 * self.num_layers * self.num_heads * (qk_dim + (self.v_head_dim if mla else self.head_dim))
+
+    def forward_each(self, seq_lens: ArrayLike) -> np.ndarray:
+        """[S] FLOPs of a forward pass over each sequence of these lengths (tokens), logits of every token included."""
+        lengths = np.asarray(seq_lens, dtype=np.int64)
+        # A causal mask leaves s * (s + 1) / 2 pairs.
+        return (2 * self.matmul_params * lengths + self._flops_per_pair * (lengths * (lengths + 1) // 2)).astype(float)
+
+    def forward(self, seq_lens: Iterable[int]) -> float:
+        """FLOPs of one forward pass over sequences of these lengths (tokens), logits of every token included."""
+        return float(self.forward_each(list(seq_lens)).sum())
+
+    def backward(self, seq_lens: Iterable[int]) -> float:
+        """FLOPs of the backward pass: two products (gradients of input and weight) for each in the forward pass."""
+        return 2.0 * self.forward(seq_lens)
+
+    def train(self, seq_lens: Iterable[int]) -> float:
+        """FLOPs of a forward and backward pass."""
+        return 3.0 * self.forward(seq_lens)
+
+
+def device_peak_flops(device_name: str, dtype: str | torch.dtype) -> float | None:
+    """Peak FLOP/s of a device's dense matmuls, by its name (torch.cuda.get_device_name).
+
+    Returns None, with one warning, for an unknown device.
+    """
+    kind = str(dtype).removeprefix("torch.")
+    column = _DTYPES.get(kind)
+    for row in _PEAKS if column is not None else ():
+        if re.search(rf"(?<![A-Za-z0-9]){row[0]}(?![A-Za-z0-9])", device_name, re.IGNORECASE):
+            peak = row[1] if column == 1 else row[2]
+            if peak is not None:
+                return peak
+            break
+    if (device_name, kind) not in _warned:
+        _warned.add((device_name, kind))
+        logger.warning("peak FLOP/s of %r in %s is not known: no perf/mfu/* metrics", device_name, kind)
+    return None
+
+
+def measured_matmul_peak(
+    device: str | torch.device, dtype: str | torch.dtype, size: int | None = None, seconds: float = 0.5
+) -> float:
+    """Measures the FLOP/s of the fastest square matmul within about `seconds`, with this process' number of threads.
+
+    size: rows and columns; default 8192 on cuda, 1024 elsewhere.
+    """
+    import torch
+
+    device = torch.device(device)
+    on_cuda = device.type == "cuda"
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    size = size or (8192 if on_cuda else 1024)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best_s, deadline, runs = float("inf"), time.perf_counter() + seconds, 0
+    while runs < 4 or time.perf_counter() < deadline:
+        begin = time.perf_counter()
+        torch.matmul(a, b)
+        if on_cuda:
+            torch.cuda.synchronize(device)
+        # The first runs do not count: they start threads, allocate workspace and raise clocks.
+        best_s, runs = min(best_s, time.perf_counter() - begin if runs > 1 else best_s), runs + 1
+    return 2.0 * size**3 / best_s
+
+
+def mfu(flops: float, seconds: float, num_devices: int, peak: float | None) -> float | None:
+    """Model FLOPs utilization: flops / (seconds * num_devices * peak), peak in FLOP/s; None if peak is None."""
+    if peak is None:
+        return None
+    if seconds <= 0 or num_devices < 1 or peak <= 0:
+        raise ValueError(f"mfu: seconds={seconds}, num_devices={num_devices}, peak={peak} must all be positive")
+    return flops / (seconds * num_devices * peak)
+
+
+def flops_shape(shape: ModelShape) -> FlopsShape:
+    """The sizes of a model, and of its head, that its floating-point operations follow from."""
+    whole = FlopsShape(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_heads=shape.num_attention_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        vocab_size=shape.vocab_size,
+        num_moe_layers=sum(shape.moe_layers),
+        num_experts=shape.num_experts,
+        num_experts_per_token=shape.num_experts_per_token,
+        moe_ffn_hidden_size=shape.moe_ffn_hidden_size,
+        shared_expert_ffn_hidden_size=shape.shared_expert_ffn_hidden_size,
+        q_lora_rank=shape.q_lora_rank,
+        kv_lora_rank=shape.kv_lora_rank,
+        qk_nope_head_dim=shape.qk_nope_head_dim or 0,
+        qk_rope_head_dim=shape.qk_rope_head_dim or 0,
+        v_head_dim=shape.v_head_dim or 0,
+    )
+    return whole.as_critic() if shape.head == "value" else whole

@@ -1,0 +1,23 @@
+"""The table of all model families by model_type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from scalerl.models import deepseek_v3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from scalerl.models.table import Family
+
+_MODULES = (qwen3, qwen2, llama, mistral, qwen3_moe, mixtral, deepseek_v3)
+FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
+
+
+def family_of(hf_config: Any) -> Family:
+    """The family of a config.json (mapping), a transformers config or a ModelShape (anything with model_type).
+
+    Raises ValueError naming the supported model types.
+    """
+    model_type = hf_config.get("model_type") if isinstance(hf_config, Mapping) else hf_config.model_type
+    if model_type not in FAMILIES:
+        raise ValueError(f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[model_type]

@@ -1,0 +1,352 @@
+"""The sizes and options that define a model's architecture, read from a Hugging Face config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from scalerl.models.block_scales import weight_block
+from scalerl.models.registry import FAMILIES, family_of
+from scalerl.models.table import Family
+
+# Key of config.json for each field that has no default.
+REQUIRED_KEYS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "ffn_hidden_size": "intermediate_size",
+    "vocab_size": "vocab_size",
+}
+LLAMA3_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+YARN_ROPE_KEYS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+# Keys of a dense family's yarn; further ones scale attention, which transformers and SGLang read differently.
+DENSE_YARN_KEYS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate")
+DENSE_YARN_REFUSED = ("attention_factor", "attn_factor", "mscale", "mscale_all_dim", "extrapolation_factor")
+# Supported rope types, with the keys that each must have.
+ROPE_TYPES = {"default": (), "llama3": LLAMA3_ROPE_KEYS, "yarn": DENSE_YARN_KEYS}
+LATENT_ROPE_TYPES = {"default": (), "yarn": YARN_ROPE_KEYS}
+YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+DENSE_YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+LATENT_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_ORIGINAL = "original_max_position_embeddings"
+_ROPE_NUMBERS = {"rope_theta", "partial_rotary_factor", *LLAMA3_ROPE_KEYS, *YARN_ROPE_KEYS}
+# Integers that a model may have as 0, and as null: none.
+_MAY_BE_ZERO = ("first_k_dense_replace", "n_shared_experts")
+_MAY_BE_NULL = ("q_lora_rank", "sliding_window")
+_KINDS = {bool: "true or false", float: "a floating-point number", str: "a text"}
+DTYPES = ("float32", "bfloat16", "float16")
+Head = Literal["lm", "value"]
+LM_ARCHITECTURE = "ForCausalLM"
+VALUE_ARCHITECTURES = ("ForSequenceClassification", "ForTokenClassification")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The architecture of a decoder, dense or with a mixture of experts in some or all layers.
+
+    rope_scaling: None, or {"rope_type": "llama3", factor, low_freq_factor, high_freq_factor,
+    original_max_position_embeddings}, or {"rope_type": "yarn", factor, original_max_position_embeddings, beta_fast,
+    beta_slow, truncate}, with latent attention mscale and mscale_all_dim in the place of truncate.
+    max_position_embeddings: with yarn those that it extends the model to.
+    dtype: data type of the stored weights, or that they had before quantization: float32, bfloat16 or float16.
+    eos_token_ids: from config.json and generation_config.json, ascending.
+    num_experts, num_experts_per_token, moe_ffn_hidden_size: routed experts of a mixture layer (0: dense model).
+    shared_expert_ffn_hidden_size: width of all shared experts together (0: none).
+    moe_layers: True for each layer that is a mixture (empty: none is).
+    router_score: function of the router's logits, softmax or sigmoid. router_normalizes: the weights of the chosen
+    experts sum to 1, before router_scale. router_has_bias: the router has a bias that affects the choice only.
+    router_groups, router_top_groups: experts are chosen from the best router_top_groups of router_groups groups.
+    num_prediction_layers: extra layers that predict further tokens; they are stored with the model and not used.
+    q_lora_rank .. v_head_dim: latent attention (None: grouped-query attention; q_lora_rank None: queries uncompressed).
+    head: lm (next-token logits), or value (one number per token: critics and reward models; never tied).
+    """
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    norm_eps: float
+    tie_word_embeddings: bool
+    qk_norm: bool
+    qkv_bias: bool
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    moe_ffn_hidden_size: int = 0
+    shared_expert_ffn_hidden_size: int = 0
+    moe_layers: tuple[bool, ...] = ()
+    router_score: str = "softmax"
+    router_normalizes: bool = True
+    router_has_bias: bool = False
+    router_groups: int = 1
+    router_top_groups: int = 1
+    router_scale: float = 1.0
+    num_prediction_layers: int = 0
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
+    head: Head = "lm"
+
+    @classmethod
+    def from_hf(cls, model_dir: str | Path) -> ModelShape:
+        """Reads config.json (transformers 4 and 5 spelling) and generation_config.json of a model directory.
+
+        Raises ValueError: no config.json, unsupported model_type, or every unsupported feature at once.
+        """
+        config = read_config(model_dir)
+        generation = _read_json(Path(model_dir) / "generation_config.json", required=False)
+        try:
+            return cls.from_config(config, generation)
+        except ValueError as error:
+            raise ValueError(f"{Path(model_dir) / 'config.json'}: {error}") from None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelShape:
+        """Reads the shape from parsed config.json and generation_config.json.  Raises ValueError as `from_hf`."""
+        family = family_of(config)
+        config = with_defaults(config)
+        problems = _missing_or_bad(config, family)
+        if problems:
+            raise ValueError("; ".join(problems))
+        rope_theta, rope_scaling, problems = _rope(config, LATENT_ROPE_TYPES if family.latent else ROPE_TYPES)
+        problems += _unsupported(config, family)
+        mixture, mixture_problems = family.mixture.fields(config) if family.mixture else ({}, [])
+        latent, latent_problems = _latent(config) if family.latent else ({}, [])
+        problems += mixture_problems + latent_problems
+        heads = config["num_attention_heads"]
+        kv_heads = (None if family.latent else config["num_key_value_heads"]) or heads
+        if heads % kv_heads:
+            problems.append(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+        if dtype not in DTYPES:
+            problems.append(f"dtype {dtype!r} is not supported (one of {', '.join(DTYPES)})")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return cls(
+            model_type=family.model_type,
+            **{field: config[key] for field, key in REQUIRED_KEYS.items()},
+            num_kv_heads=kv_heads,
+            head_dim=latent.pop("head_dim", None) or config["head_dim"] or config["hidden_size"] // heads,
+            max_position_embeddings=max_positions(config),
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            norm_eps=config["rms_norm_eps"],
+            tie_word_embeddings=config["tie_word_embeddings"] and not _is_value_model(config),
+            head="value" if _is_value_model(config) else "lm",
+            qk_norm=family.qk_norm,
+            qkv_bias=family.qkv_bias,
+            dtype=dtype,
+            eos_token_ids=_eos_token_ids(config, generation or {}),
+            num_prediction_layers=config.get("num_nextn_predict_layers") or 0,
+            **mixture,
+            **latent,
+        )
+
+    def with_head(self, head: Head) -> ModelShape:
+        """The same model with another head.  Raises ValueError for the lm head of a value model, which has none."""
+        if head == self.head:
+            return self
+        if head == "lm":
+            raise ValueError(
+                "config.json's architectures name a value model (one number for every token), which predicts no words; "
+                "give a causal language model"
+            )
+        return replace(self, head="value", tie_word_embeddings=False)
+
+
+def read_config(model_dir: str | Path) -> dict[str, Any]:
+    """Parses a model directory's config.json.  Raises ValueError if either is missing or the file is no JSON object."""
+    model_dir = Path(model_dir)
+    if not model_dir.is_dir():
+        raise ValueError(f"{model_dir} is not a directory; give a local Hugging Face model directory")
+    return _read_json(model_dir / "config.json", required=True)
+
+
+def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with the keys that it leaves out, as transformers fills them in; of an unknown family as it is."""
+    family = FAMILIES.get(config.get("model_type", ""))
+    return {**family.defaults, **config} if family else dict(config)
+
+
+def eos_token_ids(model_dir: str | Path) -> tuple[int, ...]:
+    """The tokens, ascending, that end a response by config.json and generation_config.json, of any family.
+
+    Raises ValueError as `read_config`.
+    """
+    generation = _read_json(Path(model_dir) / "generation_config.json", required=False)
+    return _eos_token_ids(with_defaults(read_config(model_dir)), generation)
+
+
+def max_positions(config: Mapping[str, Any]) -> int:
+    """Tokens that a model of this config.json can attend to: yarn extends its original positions by its factor."""
+    positions = with_defaults(config).get("max_position_embeddings") or 32768
+    rope = rope_entries(config)
+    original, factor = rope.get("original_max_position_embeddings") or positions, rope.get("factor")
+    if (rope.get("rope_type") or rope.get("type")) == "yarn" and factor:
+        return max(positions, int(original * factor))
+    return positions
+
+
+def value_model_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json, as transformers reads it, of a value model that starts from a language model's."""
+    if _is_value_model(config):
+        return dict(config)
+    names = config.get("architectures") or []
+    return dict(config) | {
+        "architectures": [name.removesuffix(LM_ARCHITECTURE) + VALUE_ARCHITECTURES[0] for name in names],
+        # transformers stores num_labels=1 as these two.
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+        # A value model has no output embedding that could be tied.
+        "tie_word_embeddings": False,
+    }
+
+
+def _is_value_model(config: Mapping[str, Any]) -> bool:
+    return any(str(name).endswith(VALUE_ARCHITECTURES) for name in config.get("architectures") or ())
+
+
+def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
+    if not path.is_file():
+        if required:
+            raise ValueError(f"{path.parent} has no {path.name}; give a Hugging Face model directory")
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not a JSON object")
+    return content
+
+
+def rope_entries(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rotary embedding's entries of config.json: rope_scaling counts before rope_parameters, as in transformers."""
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
+
+
+def _missing_or_bad(config: Mapping[str, Any], family: Family) -> list[str]:
+    problems = []
+    for key in REQUIRED_KEYS.values():
+        value = config.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            problems.append(f"{key} is missing" if value is None else f"{key} is {value!r}, not a positive integer")
+    problems += [problem for key in family.defaults if (problem := _bad_type(key, config[key], family))]
+    return problems + _bad_rope(config)
+
+
+def _bad_type(key: str, value: Any, family: Family) -> str | None:
+    """What is wrong with the type of an optional value of config.json, which transformers refuses too."""
+    default = family.defaults[key]
+    if value is None and (default is None or key in _MAY_BE_NULL):
+        return None
+    if key == "eos_token_id":
+        ids = value if isinstance(value, list) else [value]
+        fits, kind = all(type(token) is int for token in ids), "a token id, nor a list of them"
+    elif isinstance(default, int | None) and not isinstance(default, bool):
+        fits = type(value) is int and value >= (0 if key in _MAY_BE_ZERO else 1)
+        kind = "a positive integer"
+    else:
+        fits = type(value) is type(default) or (key == "rope_theta" and type(value) is int)
+        kind = _KINDS[type(default)]
+    return None if fits else f"{key} is {value!r}, not {kind}"
+
+
+def _bad_rope(config: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the types of the rotary embedding's entries, one sentence per problem."""
+    problems = []
+    for section in ("rope_scaling", "rope_parameters"):
+        entries = config.get(section) or {}
+        if not isinstance(entries, dict):
+            problems.append(f"{section} is {entries!r}, not an object")
+            continue
+        for key, value in entries.items():
+            if key in _ROPE_NUMBERS and value is not None and type(value) not in (int, float):
+                problems.append(f"{section}.{key} is {value!r}, not a number")
+            elif key in ("rope_type", "type") and not isinstance(value, str | None):
+                problems.append(f"{section}.{key} is {value!r}, not a text")
+    return problems
+
+
+def _rope(
+    config: Mapping[str, Any], supported: Mapping[str, tuple[str, ...]]
+) -> tuple[float, dict[str, Any] | None, list[str]]:
+    # transformers 5: rope_parameters {rope_theta, rope_type}; 4: rope_theta beside rope_scaling {rope_type or type}.
+    rope = dict(rope_entries(config))
+    theta = float(rope.pop("rope_theta", None) or config["rope_theta"])
+    rope_type = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+    if rope_type not in supported:
+        return theta, None, [f"rope type {rope_type!r} is not supported (one of {', '.join(supported)})"]
+    # Latent attention states the size of its rotary part, so the factor means nothing there.
+    partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    is_latent = supported is LATENT_ROPE_TYPES
+    is_partial = partial != 1.0 and not is_latent
+    problems = [f"partial_rotary_factor {partial} is not supported (only 1.0)"] if is_partial else []
+    if isinstance(outside := config.get(_ORIGINAL), int) and outside != rope.get(_ORIGINAL, outside):
+        problems.append(f"{_ORIGINAL} is {outside} beside the rope's {rope[_ORIGINAL]}: engines differ; leave one out")
+    if rope_type == "default":
+        return theta, None, problems
+    if rope_type == "yarn":
+        rope = {key: value for key, value in rope.items() if value is not None}
+        refused = [] if is_latent else [key for key in DENSE_YARN_REFUSED if key in rope]
+        problems += [f"rope type yarn with {key} {rope[key]!r} is not supported: leave it out" for key in refused]
+        rope = (YARN_DEFAULTS if is_latent else DENSE_YARN_DEFAULTS) | rope
+    problems += [f"rope type {rope_type} needs {key}" for key in supported[rope_type] if rope.get(key) is None]
+    return theta, {"rope_type": rope_type} | {key: rope.get(key) for key in supported[rope_type]}, problems
+
+
+def _latent(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The sizes of latent attention, and one sentence per problem.  head_dim: that of queries and keys."""
+    sizes: dict[str, Any] = {key: config.get(key) for key in LATENT_KEYS}
+    bad = [key for key, size in sizes.items() if not isinstance(size, int) or size < 1]
+    if bad:
+        return {}, [f"{key} is {sizes[key]!r}, not a positive integer" for key in bad]
+    head_dim = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]
+    return sizes | {"q_lora_rank": config.get("q_lora_rank"), "head_dim": head_dim}, []
+
+
+def _unsupported(config: Mapping[str, Any], family: Family) -> list[str]:
+    problems = [f"{key} {config[key]!r} is not supported" for key in family.refused if config.get(key)]
+    window, positions = config.get(family.window), config["max_position_embeddings"]
+    if window and window < positions:
+        problems.append(
+            f"{family.window} {window} is not supported with max_position_embeddings {positions}: set it to null, or "
+            f"max_position_embeddings to {window} at most"
+        )
+    layer_types = {t for t in config.get("layer_types") or () if t != "full_attention"}
+    if layer_types:
+        problems.append(f"layer_types {', '.join(sorted(layer_types))} is not supported (only full_attention)")
+    # transformers leaves out id2label if there are two labels.
+    labels = config.get("num_labels") or len(config.get("id2label") or ("LABEL_0", "LABEL_1"))
+    if _is_value_model(config) and labels != 1:
+        problems.append(f"a value model with {labels} labels is not supported (id2label must name one)")
+    try:
+        weight_block(config)
+    except ValueError as error:
+        problems.append(str(error))
+    if config.get("transformers_weights"):
+        problems.append(f"transformers_weights {config['transformers_weights']!r} is not supported: leave it out")
+    if config["hidden_act"] != "silu":
+        problems.append(f"hidden_act {config['hidden_act']!r} is not supported (only silu)")
+    return problems
+
+
+def _eos_token_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
+    ids: set[int] = set()
+    for config in configs:
+        value = config.get("eos_token_id")
+        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    return tuple(sorted(ids))

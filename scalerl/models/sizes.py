@@ -1,0 +1,49 @@
+"""The numbers of parameters and bytes of a whole model, counted in its family's table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+
+from scalerl.models.registry import family_of
+from scalerl.models.shape import ModelShape
+from scalerl.models.table import Param
+
+# Bytes of float32.
+FLOAT = 4
+ITEMSIZE = {"float32": FLOAT, "bfloat16": 2, "float16": 2}
+
+
+def counted_params(shape: ModelShape) -> Iterator[tuple[Param, int]]:
+    """The parameters, each with how many there are like it: one expert of a layer stands for all."""
+    with_one = replace(shape, num_experts=min(1, shape.num_experts))
+    for param in family_of(shape).params(with_one):
+        yield param, 1 if param.expert is None else shape.num_experts
+
+
+def num_parameters(shape: ModelShape) -> int:
+    """The number of parameters of the whole model, as its files hold them."""
+    return sum(count * _numbers(param, shape) for param, count in counted_params(shape))
+
+
+def model_bytes(shape: ModelShape, itemsize: int) -> int:
+    """The bytes of the whole model in Hugging Face's tensors: what a weight sync sends."""
+    return sum(
+        count * (FLOAT if param.keeps_float32 else itemsize) * _numbers(param, shape)
+        for param, count in counted_params(shape)
+    )
+
+
+def largest_tensor(shape: ModelShape) -> int:
+    """The number of elements of the largest tensor, as a bucket of a weight sync has it."""
+    return max(_numbers(param, shape) for param, _ in counted_params(shape))
+
+
+def checkpoint_bytes(shape: ModelShape, itemsize: int) -> int:
+    """The bytes of a checkpoint's tensors: the weights, and float32 main parameter and two moments of each."""
+    return model_bytes(shape, itemsize) + 3 * FLOAT * num_parameters(shape)
+
+
+def _numbers(param: Param, shape: ModelShape) -> int:
+    return sum(prod(size) for size in param.hf_shapes(shape).values())

@@ -1,0 +1,538 @@
+"""Rules between Hugging Face tensors and Megatron-Core tensors, shared by all model families.
+
+Megatron-Core layouts (local layer spec), `tp` tensor-parallel ranks:
+  qkv      rows by query group: [q heads of the group, k, v] x head_dim; whole groups per rank
+  gate_up  per rank [gate rows; up rows]; joined over ranks [all gate rows; all up rows]
+  vocab    rows, zero padded to `padded_vocab_size`
+  column   split over rows (dim 0); row: split over columns (dim 1); replicated: whole on every rank
+A tensor of an expert is split over the expert-tensor-parallel ranks instead, and one expert-parallel rank holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from scalerl.models.mixture import Mixture
+
+if TYPE_CHECKING:
+    import torch
+
+    from scalerl.models.shape import ModelShape
+
+Kind = Literal["replicated", "column", "row", "qkv", "gate_up", "vocab"]
+StagePart = Literal["first", "layer", "last"]
+Where = Literal["every", "dense", "mixture"]
+
+# A model tensor's key in a distributed checkpoint is this and Param.name.
+CHECKPOINT_MODEL_PREFIX = "model."
+# How the keys of a model begin in a checkpoint of its own; those of its optimizer begin with `optimizer.`.
+CHECKPOINT_MODEL_ROOTS = ("embedding.", "decoder.", "output_layer.")
+# Prefix of the names of layer i's tensors in Hugging Face files.
+_HF_LAYER = "model.layers.{i}."
+# Name of a layer's mixture of experts in the models of transformers 5, whatever the files call it.
+MIXTURE_MODULE = "mlp"
+
+# Rows of one rank's vocabulary shard are a multiple of this (matmul tiles).
+VOCAB_ROWS_MULTIPLE = 64
+
+
+class LazyTensor(Protocol):
+    """A tensor in a file, as safetensors' get_slice returns it: it has a shape, and indexing reads a part."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, index: Any) -> torch.Tensor: ...
+
+
+Read = Callable[[str], LazyTensor]
+
+
+@dataclass(frozen=True)
+class _InMemory:
+    """A tensor in memory with the interface of LazyTensor."""
+
+    tensor: torch.Tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.tensor[index]
+
+
+def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
+    """Vocabulary rows with padding: the smallest multiple of 64 * tp_size that is not below vocab_size."""
+    multiple = VOCAB_ROWS_MULTIPLE * tp_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def dim_sizes(shape: ModelShape) -> dict[str, int]:
+    """Sizes of the named dimensions that rules refer to."""
+    sizes = {
+        "hidden": shape.hidden_size,
+        "ffn": shape.ffn_hidden_size,
+        "vocab": shape.vocab_size,
+        "q": shape.num_attention_heads * shape.head_dim,
+        "kv": shape.num_kv_heads * shape.head_dim,
+        "head_dim": shape.head_dim,
+        "experts": shape.num_experts,
+        "expert_ffn": shape.moe_ffn_hidden_size,
+        "shared_ffn": shape.shared_expert_ffn_hidden_size,
+        "value": 1,
+    }
+    if shape.kv_lora_rank is None:
+        return sizes
+    heads = shape.num_attention_heads
+    nope, rope, value = shape.qk_nope_head_dim, shape.qk_rope_head_dim, shape.v_head_dim
+    assert nope is not None and rope is not None and value is not None
+    return sizes | {
+        "q_lora": shape.q_lora_rank or 0,
+        "kv_lora": shape.kv_lora_rank,
+        "kv_lora_rope": shape.kv_lora_rank + rope,
+        "q_latent": heads * (nope + rope),
+        "kv_latent": heads * (nope + value),
+        "v_latent": heads * value,
+    }
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """`count` rows of the joined tensor from `start` on: those of Hugging Face's tensor `name` from `hf_start` on."""
+
+    name: str
+    hf_start: int
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Param:
+    """One Megatron-Core tensor and the Hugging Face tensors it is made of.
+
+    name: key in the model (local layer spec) and in the distributed checkpoint, with the global indices of layer and
+    expert. dims: named dimensions of each tensor in `hf` (see dim_sizes).
+    layer: global index, None outside the layers.
+    stage_part: which pipeline stage owns it: first (embedding), last (final norm, head) or the one with the layer.
+    expert: global index of the expert that it belongs to, else None. For an expert, `tp_rank` and `tp_size` below are
+    those of expert-tensor parallelism.
+    keeps_float32: stored, kept and exported as float32 whatever the model's dtype.
+    joins_previous: an engine joins it with the tensor before it, and needs both in one bucket.
+    """
+
+    name: str
+    hf: tuple[str, ...]
+    kind: Kind
+    dims: tuple[tuple[str, ...], ...]
+    layer: int | None
+    stage_part: StagePart
+    expert: int | None = None
+    keeps_float32: bool = False
+    joins_previous: bool = False
+
+    def hf_shapes(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+        """The shape of each of its Hugging Face tensors."""
+        sizes = dim_sizes(shape)
+        return {hf: tuple(sizes[d] for d in dims) for hf, dims in zip(self.hf, self.dims, strict=True)}
+
+    def joined_shape(self, shape: ModelShape, vocab_rows: int | None = None) -> tuple[int, ...]:
+        """The shape once tensor-parallel shards are joined.  vocab_rows: stored rows (None: unpadded)."""
+        hf_shapes = list(self.hf_shapes(shape).values())
+        rows = sum(s[0] for s in hf_shapes)
+        if self.kind == "vocab" and vocab_rows is not None:
+            rows = vocab_rows
+        return (rows, *hf_shapes[0][1:])
+
+    def mcore_shape(self, shape: ModelShape, tp_size: int) -> tuple[int, ...]:
+        """The local shape on one tensor-parallel rank.  Raises ValueError if tp_size does not divide it."""
+        self._check_divides(shape, tp_size)
+        full = self.joined_shape(shape, padded_vocab_size(shape.vocab_size, tp_size))
+        if self.kind == "replicated":
+            return full
+        if self.kind == "row":
+            return (full[0], full[1] // tp_size, *full[2:])
+        return (full[0] // tp_size, *full[1:])
+
+    def shard(
+        self, read: Read, shape: ModelShape, tp_rank: int, tp_size: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Reads this rank's Megatron-Core shard into `out`, in its dtype; None: a new one in the stored dtype.
+
+        Only the slices that the shard needs are read, one Hugging Face tensor after the other, directly into place.
+        Raises ValueError naming every Hugging Face tensor whose shape is wrong.
+        """
+        self._check_divides(shape, tp_size)
+        self._check_sources(read, shape)
+        for number, hf in enumerate(self.hf):
+            out = self._fill(out, number, self._slice(read(hf), shape, tp_rank, tp_size), shape, tp_size)
+        assert out is not None
+        return out
+
+    def _fill(
+        self, out: torch.Tensor | None, number: int, part: torch.Tensor, shape: ModelShape, tp_size: int
+    ) -> torch.Tensor:
+        """Copies this rank's part of the Hugging Face tensor number `number` into the shard."""
+        if out is None:
+            out = part.new_empty(self.mcore_shape(shape, tp_size))
+        self._places(out, shape)[number][: len(part)].copy_(part)
+        if self.kind == "vocab":
+            out[len(part) :].zero_()
+        return out
+
+    def write(
+        self, shard: torch.Tensor, out: Mapping[str, torch.Tensor], shape: ModelShape, tp_rank: int, tp_size: int
+    ) -> None:
+        """Writes this rank's shard into its part of the whole Hugging Face tensors: the inverse of `shard`."""
+        for number, hf in enumerate(self.hf):
+            part = self._slice(_InMemory(out[hf]), shape, tp_rank, tp_size)
+            part.copy_(self._places(shard, shape)[number][: len(part)])
+
+    def _slice(self, source: LazyTensor, shape: ModelShape, tp_rank: int, tp_size: int) -> torch.Tensor:
+        """This rank's part of one Hugging Face tensor; a view if the tensor is in memory."""
+        if self.kind == "qkv":
+            groups = shape.num_kv_heads // tp_size
+            return _rows(source, tp_rank, tp_size).unflatten(0, (groups, -1, shape.head_dim))
+        if self.kind in ("gate_up", "column"):
+            return _rows(source, tp_rank, tp_size)
+        if self.kind == "vocab":
+            return _vocab_rows(source, shape.vocab_size, tp_rank, tp_size)
+        if self.kind == "row":
+            columns = source.get_shape()[1] // tp_size
+            return source[:, tp_rank * columns : (tp_rank + 1) * columns]
+        return source[:]
+
+    def _places(self, out: torch.Tensor, shape: ModelShape) -> Sequence[torch.Tensor]:
+        """Views of the shard, one for each Hugging Face tensor in it."""
+        if self.kind == "qkv":
+            heads_per_group = shape.num_attention_heads // shape.num_kv_heads
+            return out.unflatten(0, (-1, heads_per_group + 2, shape.head_dim)).split([heads_per_group, 1, 1], dim=1)
+        if self.kind == "gate_up":
+            return out.chunk(2)
+        return [out]
+
+    def join(self, shards: Sequence[torch.Tensor], shape: ModelShape) -> torch.Tensor:
+        """Joins tensor-parallel shards, in rank order, to the whole tensor as a distributed checkpoint stores it.
+
+        Raises ValueError for a shard of the wrong shape.
+        """
+        import torch
+
+        expected = self.mcore_shape(shape, len(shards))
+        wrong = [f"tp rank {r}: {tuple(s.shape)}" for r, s in enumerate(shards) if tuple(s.shape) != expected]
+        if wrong:
+            raise ValueError(f"{self.name}: shards should be {expected}, got {'; '.join(wrong)}")
+        if self.kind == "replicated" or len(shards) == 1:
+            return shards[0]
+        if self.kind == "row":
+            return torch.cat(list(shards), dim=1)
+        if self.kind == "gate_up":
+            halves = [s.chunk(2) for s in shards]
+            return torch.cat([h[0] for h in halves] + [h[1] for h in halves])
+        return torch.cat(list(shards))
+
+    def to_hf(self, full: torch.Tensor, shape: ModelShape) -> dict[str, torch.Tensor]:
+        """Splits a joined tensor into contiguous Hugging Face tensors, without vocabulary padding.
+
+        Raises ValueError when `full` has the wrong shape.
+        """
+        self.check_joined(full.shape, shape)
+        if self.kind == "qkv":
+            heads_per_group = shape.num_attention_heads // shape.num_kv_heads
+            grouped = full.unflatten(0, (shape.num_kv_heads, heads_per_group + 2, shape.head_dim))
+            parts = [p.flatten(0, 2) for p in grouped.split([heads_per_group, 1, 1], dim=1)]
+        elif self.kind == "gate_up":
+            parts = list(full.chunk(2))
+        elif self.kind == "vocab":
+            parts = [full[: shape.vocab_size]]
+        else:
+            parts = [full]
+        return {hf: part.contiguous() for hf, part in zip(self.hf, parts, strict=True)}
+
+    def rows_of(self, shape: ModelShape) -> list[RowRange]:
+        """The split of `to_hf` as row ranges (of numbers, if it has one dimension); each Hugging Face row once."""
+        sizes = [size[0] for size in self.hf_shapes(shape).values()]
+        if self.kind == "qkv":
+            counts = [size // shape.num_kv_heads for size in sizes]
+            parts, start = [], 0
+            for group in range(shape.num_kv_heads):
+                for name, count in zip(self.hf, counts, strict=True):
+                    parts.append(RowRange(name, group * count, start, count))
+                    start += count
+            return parts
+        starts = accumulate([0, *sizes[:-1]])
+        return [RowRange(name, 0, start, size) for name, start, size in zip(self.hf, starts, sizes, strict=True)]
+
+    def check_joined(self, stored: Sequence[int], shape: ModelShape) -> None:
+        """Raises ValueError unless `stored` is the joined shape (of a vocab tensor: or has more, padded, rows)."""
+        expected = self.joined_shape(shape)
+        stored = tuple(stored)
+        if stored == expected:
+            return
+        if self.kind == "vocab" and stored[1:] == expected[1:] and stored[0] > expected[0]:
+            return
+        more = " or more rows" if self.kind == "vocab" else ""
+        raise ValueError(f"{self.name}: shape {stored}, should be {expected}{more}")
+
+    def _check_divides(self, shape: ModelShape, tp_size: int) -> None:
+        sizes = {
+            "qkv": {"num_attention_heads": shape.num_attention_heads, "num_key_value_heads": shape.num_kv_heads},
+            "gate_up": {"intermediate_size": dim_sizes(shape)[self.dims[0][0]]},
+            "column": {"rows": self.joined_shape(shape)[0]},
+            "row": {"columns": self.joined_shape(shape)[-1]},
+        }
+        over = "tp_size" if self.expert is None else "etp_size"
+        for dimension, size in sizes.get(self.kind, {}).items():
+            if size % tp_size:
+                raise ValueError(f"{self.name}: {dimension} {size} is not divisible by {over} {tp_size}")
+
+    def _check_sources(self, read: Read, shape: ModelShape) -> None:
+        sizes = {hf: (tuple(read(hf).get_shape()), expected) for hf, expected in self.hf_shapes(shape).items()}
+        wrong = [f"{hf}: shape {size}, config.json says {want}" for hf, (size, want) in sizes.items() if size != want]
+        if wrong:
+            raise ValueError("wrong tensor shapes: " + "; ".join(wrong))
+
+
+def _rows(source: LazyTensor, rank: int, num_parts: int) -> torch.Tensor:
+    rows = source.get_shape()[0] // num_parts
+    return source[rank * rows : (rank + 1) * rows]
+
+
+def _vocab_rows(source: LazyTensor, vocab_size: int, tp_rank: int, tp_size: int) -> torch.Tensor:
+    """A rank's vocabulary rows, without padding."""
+    rows = padded_vocab_size(vocab_size, tp_size) // tp_size
+    start, stop = min(tp_rank * rows, vocab_size), min((tp_rank + 1) * rows, vocab_size)
+    # A rank that holds only padding gets no row, but the dtype and width of one.
+    return source[start:stop] if start < stop else source[:1][:0]
+
+
+@dataclass(frozen=True)
+class ParamPattern:
+    """A Param without its indices: in name and hf `{i}` stands for the layer and `{e}` for the expert.
+
+    where: the layers that have the tensor: every one, those with a dense MLP, or those with a mixture of experts.
+    given, absent: fields of ModelShape; the tensor exists only if `given` is set and `absent` is not.
+    """
+
+    name: str
+    hf: tuple[str, ...]
+    kind: Kind
+    dims: tuple[tuple[str, ...], ...]
+    where: Where = "every"
+    given: str = ""
+    absent: str = ""
+    keeps_float32: bool = False
+    joins_previous: bool = False
+
+    @property
+    def of_expert(self) -> bool:
+        """Whether the tensor belongs to one expert."""
+        return "{e}" in self.name
+
+    def exists(self, shape: ModelShape, layer: int) -> bool:
+        """Whether a model of this shape has the tensor in that layer."""
+        is_mixture = bool(shape.moe_layers) and shape.moe_layers[layer]
+        if self.where != "every" and is_mixture != (self.where == "mixture"):
+            return False
+        return bool(not self.given or getattr(shape, self.given)) and not (self.absent and getattr(shape, self.absent))
+
+    def param(self, layer: int | None, stage_part: StagePart, expert: int | None = None) -> Param:
+        """The tensor with these indices in its names."""
+
+        def fill(text: str) -> str:
+            return text.replace("{i}", str(layer)).replace("{e}", str(expert))
+
+        hf = tuple(fill(name) for name in self.hf)
+        flags = self.keeps_float32, self.joins_previous
+        return Param(fill(self.name), hf, self.kind, self.dims, layer, stage_part, expert, *flags)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family as data: the rules of its parameters, and the facts that its config.json leaves out.
+
+    defaults: what transformers takes for keys that config.json leaves out, by key; a value that is given has the type
+    of its default (None: a positive integer, or null).
+    refused: config.json keys that must be absent, null or false.
+    window: config.json key of a sliding window that applies whenever it is set ("": none).
+    mixture: how config.json describes the experts (None: dense).
+    latent: multi-head latent attention.
+    """
+
+    model_type: str
+    first: tuple[ParamPattern, ...]
+    layer: tuple[ParamPattern, ...]
+    last: tuple[ParamPattern, ...]
+    head: ParamPattern
+    qk_norm: bool
+    qkv_bias: bool
+    defaults: Mapping[str, Any]
+    refused: tuple[str, ...] = ()
+    window: str = ""
+    mixture: Mixture | None = None
+    latent: bool = False
+
+    @property
+    def expert_names(self) -> tuple[str, ...]:
+        """Names, in the files, of an expert's gate, up and down matrix inside a layer, with `{e}`; () if dense."""
+        rules = [rule for rule in self.layer if rule.of_expert]
+        return tuple(name.removeprefix(_HF_LAYER).removesuffix(".weight") for rule in rules for name in rule.hf)
+
+    @property
+    def mixture_name(self) -> str:
+        """Name, in the files, of a layer's mixture of experts inside a layer; MIXTURE_MODULE if dense."""
+        return self.expert_names[0].partition(".")[0] if self.mixture else MIXTURE_MODULE
+
+    def params(self, shape: ModelShape) -> list[Param]:
+        """All parameters in the static export order: embedding, layers 0.., final norm, head.
+
+        With tied embeddings there is no head (Hugging Face stores none).  shape.head "value": VALUE_HEAD.
+        """
+        params = [rule.param(None, "first") for rule in self.first]
+        for i in range(shape.num_layers):
+            rules = [rule for rule in self.layer if rule.exists(shape, i)]
+            params += [rule.param(i, "layer") for rule in rules if not rule.of_expert]
+            expert_rules = [rule for rule in rules if rule.of_expert]
+            if expert_rules:
+                params += [rule.param(i, "layer", e) for e in range(shape.num_experts) for rule in expert_rules]
+        params += [rule.param(None, "last") for rule in self.last]
+        if shape.head == "value":
+            params.append(VALUE_HEAD.param(None, "last"))
+        elif not shape.tie_word_embeddings:
+            params.append(self.head.param(None, "last"))
+        return params
+
+    def hf_shapes(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+        """Every Hugging Face tensor of the model and its shape, in export order."""
+        return {name: size for param in self.params(shape) for name, size in param.hf_shapes(shape).items()}
+
+
+# Rules that families choose from.
+
+EMBEDDING = ParamPattern(
+    "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab", (("vocab", "hidden"),)
+)
+FINAL_NORM = ParamPattern("decoder.final_layernorm.weight", ("model.norm.weight",), "replicated", (("hidden",),))
+HEAD = ParamPattern("output_layer.weight", ("lm_head.weight",), "vocab", (("vocab", "hidden"),))
+# Head of critics and reward models: transformers' *ForSequenceClassification with one label.
+VALUE_HEAD = ParamPattern("output_layer.weight", ("score.weight",), "replicated", (("value", "hidden"),))
+
+
+def _qkv(suffix: str, tail: tuple[str, ...]) -> ParamPattern:
+    return ParamPattern(
+        f"decoder.layers.{{i}}.self_attention.linear_qkv.{suffix}",
+        tuple(f"model.layers.{{i}}.self_attn.{p}_proj.{suffix}" for p in "qkv"),
+        "qkv",
+        tuple((rows, *tail) for rows in ("q", "kv", "kv")),
+    )
+
+
+def _norm(name: str, hf: str, dim: str) -> ParamPattern:
+    return ParamPattern(
+        f"decoder.layers.{{i}}.{name}.weight", (f"model.layers.{{i}}.{hf}.weight",), "replicated", ((dim,),)
+    )
+
+
+INPUT_NORM = _norm("input_layernorm", "input_layernorm", "hidden")
+QKV_WEIGHT = _qkv("weight", ("hidden",))
+QKV_BIAS = _qkv("bias", ())
+Q_NORM = _norm("self_attention.q_layernorm", "self_attn.q_norm", "head_dim")
+K_NORM = _norm("self_attention.k_layernorm", "self_attn.k_norm", "head_dim")
+PROJ = ParamPattern(
+    "decoder.layers.{i}.self_attention.linear_proj.weight",
+    (f"{_HF_LAYER}self_attn.o_proj.weight",),
+    "row",
+    (("hidden", "q"),),
+)
+MLP_NORM = _norm("pre_mlp_layernorm", "post_attention_layernorm", "hidden")
+
+
+def mlp(
+    name: str,
+    hf: str,
+    width: str,
+    *,
+    where: Where,
+    parts: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+    given: str = "",
+) -> tuple[ParamPattern, ParamPattern]:
+    """Rules of a SwiGLU MLP: gate and up in one matrix, then down.
+
+    name, hf: paths inside the layer.  parts: Hugging Face names of gate, up and down.
+    """
+    gate, up, down = (f"{_HF_LAYER}{hf}.{part}.weight" for part in parts)
+    path = f"decoder.layers.{{i}}.{name}"
+    return (
+        ParamPattern(f"{path}.linear_fc1.weight", (gate, up), "gate_up", ((width, "hidden"),) * 2, where, given),
+        ParamPattern(f"{path}.linear_fc2.weight", (down,), "row", (("hidden", width),), where, given),
+    )
+
+
+DENSE_MLP = mlp("mlp", "mlp", "ffn", where="dense")
+
+
+def router(hf: str) -> ParamPattern:
+    """The rule of a router.  hf: its path inside the layer."""
+    return ParamPattern(
+        "decoder.layers.{i}.mlp.router.weight",
+        (f"{_HF_LAYER}{hf}.weight",),
+        "replicated",
+        (("experts", "hidden"),),
+        "mixture",
+    )
+
+
+def experts(hf: str, parts: Sequence[str] = ("gate_proj", "up_proj", "down_proj")) -> tuple[ParamPattern, ParamPattern]:
+    """The rules of an expert.  hf: its path inside the layer, with `{e}`."""
+    return mlp("mlp.experts.local_experts.{e}", hf, "expert_ffn", where="mixture", parts=parts)
+
+
+# What transformers takes for keys that most families' config.json may leave out. num_key_value_heads None: as many as
+# heads of queries; head_dim None: hidden_size / num_attention_heads.
+_DEFAULTS = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+}
+
+
+def decoder_family(
+    model_type: str,
+    *,
+    qk_norm: bool = False,
+    qkv_bias: bool = False,
+    defaults: Mapping[str, Any] | None = None,
+    refused: Sequence[str] = (),
+    window: str = "",
+    mixture: Mixture | None = None,
+    mixture_rules: Iterable[ParamPattern] = (),
+    attention: Iterable[ParamPattern] | None = None,
+) -> Family:
+    """A family of pre-norm decoders with SwiGLU and RMSNorm.
+
+    defaults: where they are others than `_DEFAULTS`, or of further keys.
+    attention: rules in place of those of grouped-query attention.
+    """
+    latent = attention is not None
+    if attention is None:
+        attention = [QKV_WEIGHT, *([QKV_BIAS] if qkv_bias else []), *([Q_NORM, K_NORM] if qk_norm else []), PROJ]
+    return Family(
+        model_type=model_type,
+        first=(EMBEDDING,),
+        layer=(INPUT_NORM, *attention, MLP_NORM, *DENSE_MLP, *mixture_rules),
+        last=(FINAL_NORM,),
+        head=HEAD,
+        qk_norm=qk_norm,
+        qkv_bias=qkv_bias,
+        defaults={**_DEFAULTS, **dict.fromkeys(refused, False), **(defaults or {})},
+        refused=tuple(refused),
+        window=window,
+        mixture=mixture,
+        latent=latent,
+    )

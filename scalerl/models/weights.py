@@ -1,0 +1,248 @@
+"""Reading of the safetensors files of a Hugging Face model directory."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Collection, Iterator
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from scalerl.base.model_files import CONFIG_NAME, files_beside_weights
+from scalerl.models.block_scales import (
+    SCALE_SUFFIX,
+    STORED_DTYPE,
+    BlockScaledTensor,
+    scales_shape,
+    weight_block,
+    without_quantization,
+)
+from scalerl.models.shape import ModelShape, read_config
+from scalerl.models.table import EMBEDDING, HEAD, Family, LazyTensor
+
+# Buffers that old checkpoints contain and no model needs.
+HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.bias|\.masked_bias|\.attention\.rotary_emb\..*)$")
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+ADAPTER_NAME = "adapter_config.json"
+# Data types, as safetensors names them, whose numbers are the weights: quantized ones need a rule to multiply them out.
+DTYPES = ("F64", "F32", "BF16", "F16", STORED_DTYPE)
+# Rows of the head that are compared with the embedding's at a time.
+_COMPARED_ROWS = 4096
+
+
+def copy_beside_weights(model_dir: str | Path, target_dir: str | Path) -> None:
+    """Copies `files_beside_weights`; the config.json of the copy asks for weights that are not quantized."""
+    for name in files_beside_weights(model_dir):
+        copy = Path(target_dir) / name
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy2(Path(model_dir) / name, copy)
+        if name == Path(CONFIG_NAME) and weight_block(config := read_config(model_dir)) is not None:
+            copy.write_text(json.dumps(without_quantization(config), indent=2) + "\n", encoding="utf-8")
+
+
+class HFWeights:
+    """The tensors of a model directory: model.safetensors, or the shards that model.safetensors.index.json names.
+
+    Files are memory-mapped, and pages that were read stay resident until they are unmapped. So the files are unmapped
+    before the tensors read from them exceed the size of the largest tensor: no more than that stays resident, unless
+    the caller keeps the tensors.
+
+    Tensors in 8-bit floating point are read as float32, multiplied with the scales that are stored beside them.
+
+    Raises ValueError from the constructor when the directory has no readable safetensors. Use as a context manager,
+    or call close().
+    """
+
+    def __init__(self, model_dir: str | Path) -> None:
+        self.dir = Path(model_dir)
+        self._open_files: dict[str, Any] = {}
+        self._resident_bytes = 0
+        self._file_of = self._locate()
+
+    def _locate(self) -> dict[str, str]:
+        if (self.dir / ADAPTER_NAME).is_file():
+            raise ValueError(
+                f"{self.dir} has {ADAPTER_NAME}, by which transformers reads another model, with an adapter; merge the "
+                "adapter into its model (peft's merge_and_unload), or take the file away"
+            )
+        if (self.dir / INDEX_NAME).is_file():
+            return self._read_index()
+        if (self.dir / SINGLE_NAME).is_file():
+            return dict.fromkeys(self._file(SINGLE_NAME).keys(), SINGLE_NAME)
+        raise ValueError(self._nothing_there())
+
+    def _read_index(self) -> dict[str, str]:
+        path = self.dir / INDEX_NAME
+        try:
+            weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is not a safetensors index: {error!r}") from None
+        if set(weight_map.values()) != {SINGLE_NAME} and (self.dir / SINGLE_NAME).is_file():
+            others = sorted(set(weight_map.values()) - {SINGLE_NAME}) or ["no file"]
+            raise ValueError(
+                f"{self.dir} has {SINGLE_NAME}, which transformers reads, and an {INDEX_NAME} that names "
+                f"{', '.join(others[:3])}, which SGLang reads; take away what is left over of another save"
+            )
+        missing = sorted({f for f in weight_map.values() if not (self.dir / f).is_file()})
+        if missing:
+            raise ValueError(f"{path} names files that are not there: {', '.join(missing)}; download the model again")
+        return weight_map
+
+    def _nothing_there(self) -> str:
+        if not self.dir.is_dir():
+            return f"{self.dir} is not a directory; give a local Hugging Face model directory"
+        pickles = sorted(p.name for p in self.dir.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
+        if pickles:
+            return (
+                f"{self.dir} has no safetensors, only {', '.join(pickles[:3])}: these are pickles, which can run any "
+                "code when read, so they are refused. Convert them where you trust them: AutoModelForCausalLM"
+                f".from_pretrained({str(self.dir)!r}).save_pretrained(NEW_DIR)"
+            )
+        others = sorted(p.name for p in self.dir.glob("*.safetensors"))
+        present = f"; {', '.join(others[:3])} there, but no {INDEX_NAME}" if others else ""
+        return f"{self.dir} has neither {SINGLE_NAME} nor {INDEX_NAME}{present}; give a Hugging Face model directory"
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open_files:
+            try:
+                self._open_files[name] = safe_open(self.dir / name, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{self.dir / name} cannot be read ({error}); download the model again") from None
+        return self._open_files[name]
+
+    def names(self) -> list[str]:
+        """Names of all tensors, sorted."""
+        return sorted(self._file_of)
+
+    def read(self, name: str) -> LazyTensor:
+        """The tensor of a name, whose slices are read on access.  Raises ValueError when there is none."""
+        source = self._slice(name)
+        num_bytes = _num_bytes(source)
+        if self._resident_bytes + num_bytes > self.largest_bytes:
+            self.close()
+            source = self._slice(name)
+        # The whole tensor counts, because a rank's columns lie on all of its pages.
+        self._resident_bytes += num_bytes
+        if source.get_dtype() != STORED_DTYPE:
+            return source
+        if self.block is None:
+            raise ValueError(
+                f"{self.dir}: {name} is stored as {STORED_DTYPE}, and config.json has no quantization_config"
+            )
+        return BlockScaledTensor(source, self._slice(name + SCALE_SUFFIX), self.block)
+
+    @cached_property
+    def block(self) -> tuple[int, int] | None:
+        """Rows and columns that share a scale; None: the model is not quantized.  Raises ValueError as weight_block."""
+        return weight_block(read_config(self.dir)) if (self.dir / CONFIG_NAME).is_file() else None
+
+    @cached_property
+    def largest_bytes(self) -> int:
+        """Bytes of the largest tensor as stored."""
+        return max((_num_bytes(self._slice(name)) for name in self.names()), default=0)
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._file_of:
+            raise ValueError(f"{self.dir} has no tensor {name}")
+        file_name = self._file_of[name]
+        try:
+            return self._file(file_name).get_slice(name)
+        except SafetensorError as error:
+            raise ValueError(f"{self.dir / file_name}: tensor {name} cannot be read: {error}") from None
+
+    def check(self, family: Family, shape: ModelShape, may_have: Collection[str] = ()) -> None:
+        """Raises one ValueError that lists all missing, extra and wrongly shaped tensors; reads headers only.
+
+        may_have: tensors beside those of the family that are not extra.
+        """
+        expected = family.hf_shapes(shape)
+        tied_head = set(family.head.hf) if shape.tie_word_embeddings else set()
+        unused = tuple(f"model.layers.{shape.num_layers + n}." for n in range(shape.num_prediction_layers))
+        extra = [
+            n
+            for n in self.names()
+            if n not in expected
+            and n not in tied_head
+            and n not in may_have
+            and not HARMLESS.search(n)
+            and not n.startswith(unused)
+            and not (self.block is not None and n.removesuffix(SCALE_SUFFIX) in expected)
+        ]
+        problems = [f"missing {n}" for n in expected if n not in self._file_of]
+        problems += self._stored_twice()
+        problems += [f"unexpected {n}" for n in extra]
+        for name, size in expected.items():
+            if name in self._file_of:
+                stored_size = tuple(self._slice(name).get_shape())
+                if stored_size != size:
+                    problems.append(f"{name} has shape {stored_size}, config.json says {size}")
+                if (dtype := self._slice(name).get_dtype()) not in DTYPES:
+                    problems.append(f"{name} is stored as {dtype}, which is none of {', '.join(DTYPES)}")
+                problems += self._scale_problems(name)
+        if problems:
+            raise ValueError(
+                f"{self.dir} does not hold the {family.model_type} model of its config.json "
+                f"({len(problems)} problems):\n  " + "\n  ".join(problems)
+            )
+
+    def check_head(self, *, tied: bool) -> None:
+        """Raises ValueError for a stored head that is not the embedding, to which config.json ties it.
+
+        tied: tie_word_embeddings.  Reads both tensors, where both are stored.
+        """
+        if not tied or not {HEAD.hf[0], EMBEDDING.hf[0]} <= self._file_of.keys():
+            return
+        head, embedding = (self._slice(tensor.hf[0]) for tensor in (HEAD, EMBEDDING))
+        is_same = head.get_shape() == embedding.get_shape() and head.get_dtype() == embedding.get_dtype()
+        if is_same and all(
+            head[start : start + _COMPARED_ROWS].equal(embedding[start : start + _COMPARED_ROWS])
+            for start in range(0, head.get_shape()[0], _COMPARED_ROWS)
+        ):
+            return
+        raise ValueError(
+            f"{self.dir} has a {HEAD.hf[0]} that is not {EMBEDDING.hf[0]}, and config.json says tie_word_embeddings: "
+            "transformers reads both, SGLang only the embedding; set tie_word_embeddings to false, or take the head out"
+        )
+
+    def _stored_twice(self) -> Iterator[str]:
+        """Yields tensors that are in two files, of which engines take different ones."""
+        for file_name in sorted(set(self._file_of.values())):
+            for name in sorted(self._file(file_name).keys()):
+                if (indexed := self._file_of.get(name, file_name)) != file_name:
+                    yield f"{name} is in {file_name} too; {INDEX_NAME} names {indexed}"
+
+    def _scale_problems(self, name: str) -> Iterator[str]:
+        source, scales = self._slice(name), name + SCALE_SUFFIX
+        if source.get_dtype() != STORED_DTYPE:
+            return
+        if self.block is None:
+            yield f"{name} is stored as {STORED_DTYPE}, and config.json has no quantization_config"
+        elif scales not in self._file_of:
+            yield f"missing {scales}, the scales of a tensor that is stored as {STORED_DTYPE}"
+        elif self._slice(scales).get_shape() != (wanted := scales_shape(source.get_shape(), self.block)):
+            size = self._slice(scales).get_shape()
+            yield f"{scales} has shape {tuple(size)}, blocks of {self.block} make {tuple(wanted)}"
+
+    def close(self) -> None:
+        """Unmaps the files; tensors already read stay valid."""
+        self._open_files.clear()
+        self._resident_bytes = 0
+
+    def __enter__(self) -> HFWeights:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _num_bytes(source: Any) -> int:
+    """Bytes of a safetensors slice; all its dtypes but BOOL have their bits in the name (BF16, F8_E4M3)."""
+    bits = re.search(r"\d+", source.get_dtype())
+    return math.prod(source.get_shape()) * int(bits[0] if bits else 8) // 8

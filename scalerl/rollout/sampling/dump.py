@@ -1,0 +1,115 @@
+"""Writes a step's samples as parquet, with the trainer's columns and the updates that used them. S samples."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from scalerl.batch import StepPlan
+from scalerl.batch.data_proto import DataProto, Jagged
+
+
+def update_columns(plan: StepPlan) -> dict[str, np.ndarray]:
+    """Columns mini_batch, dp_rank and micro_batch [S]: where the actor's plan puts each sample."""
+    places = {
+        row: (mini_batch, dp_rank, micro_batch)
+        for dp_rank, mini_batches in enumerate(plan.micro_batches)
+        for mini_batch, micro_batches in enumerate(mini_batches)
+        for micro_batch, rows in enumerate(micro_batches)
+        for row in rows
+    }
+    columns = np.array([places[row] for row in sorted(places)]).T
+    return dict(zip(("mini_batch", "dp_rank", "micro_batch"), columns, strict=True))
+
+
+def joined_fragments(rows: Sequence[np.ndarray], fragments: Sequence[DataProto]) -> dict[str, Jagged]:
+    """Joins the token columns of a part of a step's samples, in the batch's order. rows[i]: those of fragments[i]."""
+    pieces: dict[str, list[tuple[np.ndarray, DataProto]]] = {}
+    for fragment_rows, fragment in zip(rows, fragments, strict=True):
+        for name, column in fragment.tokens.items():
+            pieces.setdefault(name, []).append((fragment_rows, DataProto({name: column})))
+    return {
+        name: DataProto.concat([fragment for _, fragment in parts])
+        .select(np.argsort(np.concatenate([fragment_rows for fragment_rows, _ in parts])).tolist())
+        .tokens[name]
+        for name, parts in pieces.items()
+    }
+
+
+def parts_of(num_rows: int, num_parts: int) -> list[range]:
+    """Divides rows, in order, into parts of about equal size; parts that would be empty are left out."""
+    bounds = [part * num_rows // num_parts for part in range(num_parts + 1)]
+    return [range(start, end) for start, end in itertools.pairwise(bounds) if end > start]
+
+
+@contextmanager
+def parts_at(path: Path, num_parts: int) -> Iterator[list[Path]]:
+    """Yields where to write the parts of a dump, whose rows follow each other in the order of the names. When the block
+    ends `path` has them all: one part as a file, several as a directory, which readers of parquet also take."""
+    if num_parts == 1:
+        yield [path]
+        return
+    partial = path.with_name(f"{path.name}.tmp")
+    _remove(partial)
+    partial.mkdir(parents=True)
+    yield [partial / f"part-{part:05d}.parquet" for part in range(num_parts)]
+    # A killed run may have written a dump of this step.
+    _remove(path)
+    partial.replace(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_dump(
+    path: Path,
+    tokens: Mapping[str, Jagged],
+    samples: Mapping[str, np.ndarray],
+    texts: Sequence[tuple[str, str]],
+) -> None:
+    """Writes a row for each sample: its columns, a list for each token column, and its texts. Whole, or not at all.
+
+    An advantage of the sample becomes one of each token that the policy sampled, as the update has it. Values that are
+    dicts are JSON. texts: (prompt, response).
+    """
+    if "advantages" in samples:
+        tokens = {**tokens, "advantages": _on_sampled_tokens(samples["advantages"], tokens["response_mask"])}
+    columns: dict[str, Any] = {"prompt": [prompt for prompt, _ in texts], "response": [text for _, text in texts]}
+    columns |= {name: _plain(column) for name, column in samples.items() if name != "advantages"}
+    columns |= {name: _lists(column) for name, column in tokens.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        # A dump by several rollout workers is a directory.
+        shutil.rmtree(path)
+    partial = path.with_name(f"{path.name}.tmp")
+    pq.write_table(pa.table(columns), partial)
+    partial.replace(path)
+
+
+def _on_sampled_tokens(values_S: np.ndarray, mask: Jagged) -> Jagged:
+    values_T = torch.as_tensor(np.asarray(values_S, dtype=np.float32)).repeat_interleave(mask.lengths)
+    return Jagged(torch.where(mask.values, values_T, 0.0), mask.cu_seqlens)
+
+
+def _lists(column: Jagged) -> pa.ListArray:
+    return pa.ListArray.from_arrays(pa.array(column.cu_seqlens.int().numpy()), pa.array(column.values.numpy()))
+
+
+def _plain(column: np.ndarray) -> Any:
+    if column.dtype != object:
+        return column
+    return [json.dumps(value, default=str) if isinstance(value, dict) else value for value in column]

@@ -1,0 +1,339 @@
+"""`HybridRollout`, a `trainer.contracts.Rollout`: generations on the policy's servers, and their samples."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import ray
+
+from scalerl.base.user_code import absolute
+from scalerl.batch import StepPlan
+from scalerl.cluster.ask import values_of
+from scalerl.cluster.batch import TOKENS, BatchRef, HeldRows, PlacedBatch
+from scalerl.cluster.failures import WorkerError
+from scalerl.cluster.pools import ActorSpec
+from scalerl.cluster.worker_group import WorkerGroup
+from scalerl.config.schema import CustomRewardFunctionConfig, PPOConfig, ProgramConfig
+from scalerl.rollout.sampling.dump import parts_at, parts_of, update_columns
+from scalerl.rollout.sampling.groups import EarlyEnd, SampleGroup
+from scalerl.rollout.sampling.judge import JudgeServers
+from scalerl.rollout.sampling.policy_servers import PolicyServers
+from scalerl.rollout.sampling.rollout_workers import (
+    RolloutWorkers,
+    default_num_workers,
+    merged,
+    share_servers,
+)
+from scalerl.rollout.sampling.worker import GeneratedBatch, RolloutWorker
+from scalerl.rollout.servers.client import SamplingParams
+from scalerl.rollout.servers.server_set import plan_replicas
+from scalerl.tracking.metrics import Metric, Metrics
+from scalerl.tracking.metrics.failed_samples import as_wrong
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+GENERATION_TIMEOUT = "actor_rollout_ref.rollout.generation_timeout_s"
+
+
+@dataclass(eq=False)
+class Generation:
+    """A generation in progress. calls: rollout worker -> the result of its groups.  result: of all workers, and where
+    its rows are; None before somebody has waited for it."""
+
+    groups: list[SampleGroup]
+    calls: dict[int, ray.ObjectRef]
+    result: tuple[GeneratedBatch, HeldRows] | None = None
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The result of a generation.  samples: of finished groups.  unfinished: groups that an early end left."""
+
+    samples: BatchRef
+    metrics: Metrics
+    unfinished: list[SampleGroup]
+
+
+class HybridRollout:
+    """Generates samples on the servers, and scores, joins and dumps them; they stay with the rollout workers."""
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        servers: PolicyServers,
+        datasets: dict[str, Any],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        judge: JudgeServers | None = None,
+    ) -> None:
+        """Starts the rollout workers; `wait_ready` returns when everybody answers.
+
+        datasets: name -> RLHFDataset.  tokenizer: the policy's.  judge: with reward_model.judge.
+        """
+        self.config, self.servers, self.judge = config, servers, judge
+        self.rollout, self.timeout_s = servers.rollout, config.trainer.timeout_s
+        self.val_uids = list(range(len(datasets["val"])))
+        self.running: list[Generation] = []
+        # Counts at the last call of `faults`.
+        self.num_restarts = self.num_judge_restarts = 0
+        # Samples asked again since that call.
+        self.num_resubmitted = 0
+        # Why samples failed, as far as it was said.
+        self.said: set[str] = set()
+        self.numbers = itertools.count()
+        nodes = [plan.nodes[0] for plan in plan_replicas(servers.pool, self.rollout)]
+        shares = share_servers(len(nodes), self.rollout.num_workers or default_num_workers(len(nodes)))
+        shared = {name: [ray.put(dataset)] for name, dataset in datasets.items()}
+        model = config.actor_rollout_ref.model
+        # A tokenizer with code of its own cannot be sent: it is imported from its directory.
+        policy_tokenizer = model.path if model.trust_remote_code else [ray.put(tokenizer)]
+        processes = [
+            servers.pool.start(
+                # On the node of the worker's first server.
+                ActorSpec(RolloutWorker, node=nodes[mine[0]], num_devices=0),
+                {"max_concurrency": 64},
+                shared,
+                policy_tokenizer,
+                reward=config.reward_model,
+                custom_reward=_found_from_anywhere(config.custom_reward_function),
+                program=_found_from_anywhere(self.rollout.program),
+                trust_remote_code=model.trust_remote_code,
+                user_files=absolute(config.trainer.import_files),
+            )
+            for mine in shares
+        ]
+        self.workers = RolloutWorkers(processes, shares, self.timeout_s)
+
+    def wait_ready(self, workers: WorkerGroup) -> None:
+        """Blocks until every server answers, then connects them to the trainer ranks that feed them."""
+        self.workers.wait_ready()
+        self.servers.wait_ready(workers, self.workers)
+        if self.judge is not None:
+            self.judge.connect(self.workers.handles)
+
+    def lend_device(self) -> AbstractContextManager[None]:
+        return self.servers.lend_device()
+
+    def begin(
+        self, groups: Sequence[SampleGroup], *, enough: EarlyEnd | None = None, carry: bool = False
+    ) -> Generation:
+        """Starts n samples for each group of training prompts; `finish` waits for them.
+
+        enough, carry: as `RolloutWorker.generate` has them.
+        """
+        config = self.rollout
+        sampling = SamplingParams(
+            self.config.data.max_response_length, config.temperature, config.top_p, config.top_k, config.ignore_eos
+        )
+        return self._begin("train", groups, config.n, sampling, keep=True, enough=enough, carry=carry)
+
+    def greedy_scores(self, samples: BatchRef) -> tuple[np.ndarray, Metrics]:
+        """The rewards [S] of one greedy response to each sample's prompt, NaN where that failed; none is kept."""
+        prompts = dict(zip(samples.samples["uid"].tolist(), samples.samples["prompt_uid"].tolist(), strict=True))
+        groups = [SampleGroup(prompt, *SampleGroup.step_and_position(uid)) for uid, prompt in prompts.items()]
+        sampling = SamplingParams(
+            self.config.data.max_response_length, temperature=0.0, ignore_eos=self.rollout.ignore_eos
+        )
+        finished = self.finish(self._begin("train", groups, 1, sampling, keep=False))
+        greedy = finished.samples.samples
+        rewards = np.where(greedy["reward_failed"], np.nan, greedy["score"] + greedy["reward_penalty"])
+        reward_of = dict(zip(greedy["uid"].tolist(), rewards.tolist(), strict=True))
+        return np.array([reward_of[uid] for uid in samples.samples["uid"].tolist()]), finished.metrics
+
+    def validate(self, *, step: int) -> tuple[BatchRef, Metrics]:
+        config = self.rollout.val_kwargs
+        sampling = SamplingParams(
+            self.config.data.max_response_length,
+            config.temperature if config.do_sample else 0.0,
+            config.top_p,
+            config.top_k,
+        )
+        keep = self.config.trainer.log_val_generations > 0 or self.config.reward_model.enable
+        groups = [SampleGroup(uid, step, position) for position, uid in enumerate(self.val_uids)]
+        finished = self.finish(self._begin("val", groups, config.n, sampling, keep=keep))
+        return finished.samples, finished.metrics
+
+    def _begin(
+        self, dataset: str, groups: Sequence[SampleGroup], n: int, sampling: SamplingParams, **kwargs: Any
+    ) -> Generation:
+        self.servers.mark_serving()
+        number = next(self.numbers)
+        calls = {
+            worker: self.workers.handles[worker].generate.remote(
+                dataset, mine, n, sampling, generation=number, **kwargs
+            )
+            for worker, mine in self.workers.dealt(groups).items()
+        }
+        generation = Generation(list(groups), calls)
+        self.running.append(generation)
+        return generation
+
+    def finish(self, generation: Generation) -> Finished:
+        generated, held = self._result(generation)
+        samples = generated.samples
+        failed = samples["reward_failed"]
+        self._say_why_failed(samples)
+        samples = samples | {"score": as_wrong(samples["score"], samples["data_source"], failed)}
+        metrics = {
+            "timing_s/gen/reward_wait": Metric(generated.reward_wait_s, "max"),
+            "reward/num_failed": Metric(float(failed.sum()), "sum"),
+        }
+        return Finished(BatchRef(held, samples), metrics, generated.unfinished)
+
+    def _say_why_failed(self, samples: Mapping[str, np.ndarray]) -> None:
+        """Logs why the first failed sample has no score, where no earlier one had the same cause."""
+        failed_rows = np.flatnonzero(samples["reward_failed"])
+        causes = samples["reward_error"][failed_rows[:1]].tolist()
+        if self.said.issuperset(causes):
+            return
+        self.said.update(causes)
+        log.warning(
+            "%d of %d samples have no score and count as wrong (reward_model.on_error=zero); the first, of prompt %d: "
+            "%s",
+            len(failed_rows),
+            len(samples["reward_failed"]),
+            samples["prompt_uid"][failed_rows[0]],
+            *causes,
+        )
+
+    def _result(self, generation: Generation) -> tuple[GeneratedBatch, HeldRows]:
+        """Waits for a generation. Servers that are lost meanwhile are replaced."""
+        if generation.result is None:
+            generation.result = merged(generation.groups, self._attend(generation.calls))
+            generated, _ = generation.result
+            self.running.remove(generation)
+            self.servers.replace(generated.missing, generating=bool(self.running))
+            self.num_resubmitted += generated.num_resubmitted
+            if not self.running:
+                # A server that replaced a lost one meanwhile is still idle, or generates like the others.
+                self.servers.mark_drained()
+        return generation.result
+
+    def join(self, parts: Sequence[tuple[BatchRef, Sequence[int]]]) -> BatchRef:
+        """Joins rows of several batches, in order, into one; the batches themselves are dropped."""
+        return self.workers.join(parts)
+
+    def forget(self, groups: Sequence[SampleGroup]) -> None:
+        """Drops the unfinished samples of interrupted groups that will not be asked for again."""
+        self.workers.forget(groups)
+
+    def _attend(self, calls: Mapping[int, ray.ObjectRef]) -> dict[int, GeneratedBatch]:
+        """Waits for the result of each worker; servers that they lose are replaced while the others generate."""
+        limit_s = self.rollout.generation_timeout_s
+        deadline = time.monotonic() + limit_s
+        worker_of = {call: worker for worker, call in calls.items()}
+        results: dict[int, GeneratedBatch] = {}
+        while len(results) < len(calls):
+            judge_news = [] if self.judge is None else list(self.judge.news)
+            waited_for = [
+                *(call for call in worker_of if worker_of[call] not in results),
+                *self.workers.news,
+                *judge_news,
+            ]
+            ready, _ = ray.wait(waited_for, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise WorkerError(f"generation: not all samples came within {GENERATION_TIMEOUT}={limit_s:.0f} s")
+            (told,) = ready
+            if told in worker_of:
+                (results[worker_of[told]],) = values_of("generation", [told], limit_s, GENERATION_TIMEOUT)
+                continue
+            began = time.monotonic()
+            if told in self.workers.news:
+                self.servers.replace(self.workers.read_news(told), generating=bool(self.running))
+            elif self.judge is not None:
+                self.judge.replace_lost(told)
+            deadline += time.monotonic() - began
+        return {worker: results[worker] for worker in calls}
+
+    def place(self, samples: BatchRef, plans: Mapping[str, StepPlan]) -> PlacedBatch:
+        """Cuts the samples by the first plan; for ranks of other plans the rollout workers deal the pieces anew."""
+        role, plan = next(iter(plans.items()))
+        batch = PlacedBatch(samples.samples, plans, deal=self.workers.redistribute)
+        return batch.with_column(TOKENS, role, self.workers.tokens(samples.held, plan))
+
+    def drop(self, samples: BatchRef) -> None:
+        self.workers.drop(samples)
+
+    def dump(self, samples: BatchRef, batch: PlacedBatch, path: Path) -> None:
+        """Writes the samples as parquet, with the trainer's columns of `batch`, which holds the same rows. Each rollout
+        worker writes a part of the rows."""
+        made = [column for name, column in batch.columns.items() if name != TOKENS]
+        columns = batch.samples | update_columns(batch.plans["actor"])
+        parts = parts_of(len(samples), self.workers.num_dump_parts)
+        with parts_at(path, len(parts)) as files:
+            self.workers.dump(samples.held, made, columns, dict(zip(files, parts, strict=True)))
+
+    def texts(
+        self, samples: BatchRef, rows: Sequence[int], dataset: str, *, with_special_tokens: bool
+    ) -> list[tuple[str, str, str]]:
+        return self.workers.texts(samples, rows, dataset, with_special_tokens)
+
+    def release_device(self) -> None:
+        """Frees the device for the trainer after a generation, as `PolicyServers.release_device`."""
+        self.servers.release_device()
+
+    def sync_weights(self, policy_version: int) -> Metrics:
+        """Gives the servers the trainer's weights. Running samples are interrupted before and continued after it, or
+        waited for (`rollout.partial_rollout`)."""
+        began = time.monotonic()
+        interrupted = self._interrupt()
+        wait_s = time.monotonic() - began
+        metrics = self.servers.sync(policy_version)
+        if interrupted:
+            self.servers.resume_interrupted()
+        return {"timing_s/update_weights/wait": Metric(wait_s, "max"), **metrics}
+
+    def _interrupt(self) -> bool:
+        """Stops all running samples, or waits for them. Returns whether samples wait to be continued."""
+        if not self.rollout.partial_rollout:
+            for generation in list(self.running):
+                self._result(generation)
+        if not self.running:
+            return False
+        failed = self.servers.pause()
+        down = self.servers.server_set.down
+        lost = self.workers.news_so_far()
+        failed |= {server.index: server.why for server in lost if server.index not in down}
+        self.servers.server_set.end_failed(failed)
+        return True
+
+    def faults(self) -> Metrics:
+        """Metrics since the last call: restarts of servers, the judge's apart, and samples that were asked again."""
+        before, self.num_restarts = self.num_restarts, self.servers.num_restarts
+        resubmitted, self.num_resubmitted = self.num_resubmitted, 0
+        metrics = {
+            "rollout/num_restarts": Metric(float(self.num_restarts - before), "sum"),
+            "rollout/num_resubmitted": Metric(float(resubmitted), "sum"),
+        }
+        if self.judge is not None:
+            before, self.num_judge_restarts = self.num_judge_restarts, self.judge.num_restarts
+            metrics["reward/num_judge_restarts"] = Metric(float(self.num_judge_restarts - before), "sum")
+        return metrics
+
+    def leave(self) -> None:
+        """Ends running generations; the rollout workers' processes wait for another run."""
+        self.workers.leave()
+        self.servers.pool.keep(self.workers.processes)
+
+    def stop(self) -> None:
+        """Stops the rollout workers; the servers are stopped by whoever started them."""
+        self.workers.stop()
+
+
+UserFile = TypeVar("UserFile", CustomRewardFunctionConfig, ProgramConfig)
+
+
+def _found_from_anywhere(config: UserFile) -> UserFile:
+    """The configuration with an absolute path, by which a process on another node finds the file."""
+    return config if config.path is None else replace(config, path=absolute([config.path])[0])

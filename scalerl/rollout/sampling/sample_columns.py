@@ -1,0 +1,79 @@
+"""The columns of a batch of samples: what each drew, its tokens end to end, and what it is worth. S samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from scalerl.batch.data_proto import DataProto, Jagged
+
+if TYPE_CHECKING:
+    from scalerl.data import PromptRow
+    from scalerl.rewards import ScoreResult
+    from scalerl.rollout.program import Trajectory
+
+
+def to_batch(
+    trajectories: Sequence[Trajectory],
+    prompts: Sequence[PromptRow],
+    results: Sequence[ScoreResult],
+    seeds: Sequence[int],
+) -> DataProto:
+    """The batch of these samples, one row each, with the prompt, score and seed of each: [S]."""
+    tokens = _token_columns(trajectories)
+    samples = {
+        "uid": np.array([t.uid for t in trajectories]),
+        "prompt_uid": np.array([p.uid for p in prompts]),
+        "sample_index": np.array([t.sample_index for t in trajectories]),
+        "seed": np.array(seeds, dtype=np.int64),
+        "prompt_length": np.array([len(p.input_ids) for p in prompts]),
+        "prompt_length_before": np.array([p.prompt_length_before for p in prompts]),
+        "response_length": np.array([t.num_tokens for t in trajectories]),
+        "num_sampled_tokens": np.array([t.num_sampled_tokens for t in trajectories]),
+        "num_turns": np.array([len(t.turns) for t in trajectories]),
+        "score": np.array([result.score for result in results], dtype=np.float64),
+        "reward_failed": np.array([result.error is not None for result in results], dtype=bool),
+        "reward_penalty": np.array([result.penalty for result in results], dtype=np.float64),
+        "policy_version": np.array([t.policy_version for t in trajectories]),
+    }
+    for name, values in {
+        "finish_reason": [t.finish_reason for t in trajectories],
+        "data_source": [p.data_source for p in prompts],
+        "reward_style": [p.reward_style for p in prompts],
+        "reward_extra": [result.extra for result in results],
+        "reward_error": [result.error or "" for result in results],
+    }.items():
+        samples[name] = np.empty(len(trajectories), dtype=object)
+        samples[name][:] = values
+    return DataProto(tokens, samples)
+
+
+def _token_columns(trajectories: Sequence[Trajectory]) -> dict[str, Jagged]:
+    """Token columns with prompt and response of each sample. Written once: a step has tens of millions of tokens."""
+    from scalerl.rollout.servers.requests import NO_VERSION, GenerateOutput
+
+    ends = np.cumsum([len(t.prompt_ids) + t.num_tokens for t in trajectories], dtype=int)
+    num_tokens = int(ends[-1]) if len(ends) else 0
+    ids = np.empty(num_tokens, np.int64)
+    mask = np.zeros(num_tokens, np.bool_)
+    logprobs = np.zeros(num_tokens, np.float32)
+    versions = np.full(num_tokens, NO_VERSION, np.int32)
+    start = 0
+    for trajectory in trajectories:
+        end = start + len(trajectory.prompt_ids)
+        ids[start:end] = trajectory.prompt_ids
+        for part in trajectory.parts:
+            start, end = end, end + len(part.output_ids)
+            ids[start:end] = part.output_ids
+            if isinstance(part, GenerateOutput):
+                mask[start:end] = True
+                logprobs[start:end] = part.logprobs
+                for first, stop, version in part.spans():
+                    versions[start + first : start + stop] = version
+        start = end
+    cu_seqlens = torch.from_numpy(np.concatenate([[0], ends]))
+    columns = {"input_ids": ids, "response_mask": mask, "rollout_logprobs": logprobs, "policy_versions": versions}
+    return {name: Jagged(torch.from_numpy(values), cu_seqlens) for name, values in columns.items()}

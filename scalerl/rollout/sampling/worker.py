@@ -1,0 +1,367 @@
+"""`RolloutWorker`: a Ray actor that turns prompts into scored samples and keeps their tokens for the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from scalerl.base.garbage import collect_garbage, collect_rarely
+from scalerl.base.user_code import forget_files, import_files
+from scalerl.batch.data_proto import DataProto
+from scalerl.cluster.pools import Reusable
+from scalerl.rollout.sampling.draws import sample_seed, sampling_of
+from scalerl.rollout.sampling.early_ends import EarlyEndCount
+from scalerl.rollout.sampling.held_batches import HeldBatches
+from scalerl.rollout.sampling.sample_columns import to_batch
+from scalerl.rollout.sampling.texts import decoded, texts_of
+
+if TYPE_CHECKING:
+    from scalerl.config.schema import CustomRewardFunctionConfig, ProgramConfig, RewardModelConfig
+    from scalerl.data import PromptRow
+    from scalerl.rollout.program import Ask, Trajectory
+    from scalerl.rollout.samples import SampleRequest
+    from scalerl.rollout.sampling.groups import EarlyEnd, SampleGroup
+    from scalerl.rollout.sampling.judge import Judge
+    from scalerl.rollout.servers.client import RolloutClient, SamplingParams
+    from scalerl.rollout.servers.recovery import LostServer, Replacements
+    from scalerl.rollout.servers.replica import ClientSettings, Replica
+
+
+@dataclass(frozen=True)
+class GeneratedBatch:
+    """The part of a generated batch that the controller sees.
+
+    samples: column -> [S], of finished groups.  gen_s, reward_wait_s: seconds.
+    num_resubmitted: samples that were asked again because of their server.  missing: servers that were lost and have no
+    successor yet.  unfinished: groups that an early end left.
+    """
+
+    batch_id: int
+    samples: dict[str, np.ndarray]
+    gen_s: float
+    # Scoring runs while other samples generate; this is what remained after the last sample.
+    reward_wait_s: float
+    num_resubmitted: int
+    missing: list[LostServer]
+    unfinished: list[SampleGroup]
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A group that an early end left. asks: index of an unfinished sample -> its turns so far."""
+
+    asks: dict[int, list[Ask]]
+    finished: list[Trajectory]
+
+
+class RolloutWorker(HeldBatches, Reusable):
+    """An actor that generates and scores samples on its servers, and keeps their tokens until `drop`."""
+
+    def __init__(
+        self,
+        datasets: dict[str, Any],
+        tokenizer: str | list[Any],
+        *,
+        reward: RewardModelConfig,
+        custom_reward: CustomRewardFunctionConfig,
+        program: ProgramConfig,
+        trust_remote_code: bool,
+        user_files: Sequence[str] = (),
+    ) -> None:
+        """Loads the tokenizer and the reward functions; servers come with `connect`.
+
+        datasets: `train` and `val` -> [reference to an RLHFDataset] (in a list, so that Ray does not copy it).
+        tokenizer: its directory, or [reference to it], which saves the import of all that could be in a directory.
+        user_files: register what the configuration names.
+        """
+        import ray
+
+        from scalerl.data import load_tokenizer
+        from scalerl.rewards import build_reward_manager
+        from scalerl.rollout.program import load_program
+        from scalerl.rollout.sampling.judge import Judge
+
+        super().__init__()
+        self.datasets: dict[str, Any] = {name: ray.get(ref) for name, (ref,) in datasets.items()}
+        if isinstance(tokenizer, str):
+            self.tokenizer: Any = load_tokenizer(tokenizer, trust_remote_code)
+        else:
+            self.tokenizer = ray.get(tokenizer[0])
+        import_files(user_files)
+        self.rewards = build_reward_manager(reward, custom_reward)
+        self.program = load_program(program)
+        self.model_scores = reward.enable
+        self._judge = Judge(reward.judge, reward.on_error) if reward.judge.enable else None
+        self._replacements: Replacements | None = None
+        # Generations that run.
+        self.generations: set[asyncio.Task] = set()
+        # uid of a group -> where an early end left it.
+        self.interrupted: dict[int, Interrupted] = {}
+        self.early_ends = EarlyEndCount(0, [])
+
+    @property
+    def replacements(self) -> Replacements:
+        """The worker's view of the servers, which `connect` sets."""
+        assert self._replacements is not None
+        return self._replacements
+
+    @property
+    def judge(self) -> Judge:
+        """The judge, which exists with reward_model.judge."""
+        assert self._judge is not None
+        return self._judge
+
+    async def enter(self, *args: Any, **kwargs: Any) -> None:
+        # In a thread, as what it reads may take long.
+        await asyncio.to_thread(super().enter, *args, **kwargs)
+
+    async def leave(self) -> None:
+        """Ends running generations, and the wait for news of lost servers."""
+        generations = list(self.generations)
+        for generation in generations:
+            generation.cancel()
+        await asyncio.gather(*generations, return_exceptions=True)
+        self.rewards.close()
+        for waited_for in (self._replacements, self._judge):
+            if waited_for is not None:
+                waited_for.close()
+        super().leave()
+        forget_files()
+
+    def connect(
+        self,
+        replicas: Sequence[Replica],
+        clients: ClientSettings,
+        seed: int,
+        *,
+        servers: Sequence[int] | None = None,
+        workers: Sequence[Any] = (),
+        number: int = 0,
+    ) -> None:
+        """Connects the worker to servers.  seed: of the samples (rollout.seed).
+
+        servers: indices of the replicas that this worker asks; None: all.  workers: handles of all rollout workers,
+        where there are several.  number: of this worker.
+        """
+        from scalerl.rollout.servers.recovery import Replacements
+
+        self.seed = seed
+        self.servers = list(range(len(replicas))) if servers is None else list(servers)
+        self.early_ends = EarlyEndCount(number, workers)
+        self._replacements = Replacements(clients, replicas)
+        # Answers are millions of small objects.
+        collect_garbage()
+        collect_rarely()
+
+    @property
+    def clients(self) -> list[RolloutClient]:
+        """Clients of the servers that this worker asks."""
+        return [self.replacements.clients[index] for index in self.servers]
+
+    async def count_kept(self, generation: int, worker: int, num_kept: int, num_groups: int) -> None:
+        """Counts the groups of a worker (`EarlyEndCount.count`); on the first worker."""
+        self.early_ends.count(generation, worker, num_kept, num_groups)
+
+    async def end_early(self, generation: int) -> None:
+        """Ends a generation of which all workers together have enough groups."""
+        self.early_ends.over.add(generation)
+
+    async def connect_judge(self, replicas: Sequence[Replica], clients: ClientSettings) -> None:
+        self.judge.connect(replicas, clients)
+
+    async def next_lost_judge(self) -> list[LostServer]:
+        """Waits for lost servers of the judge, as `next_lost`."""
+        return await self.judge.replacements.next_lost()
+
+    def replace_judge(self, successors: Mapping[int, Replica]) -> None:
+        """Takes restarted servers of the judge; no sample is sent there before `judge_in_service`."""
+        self.judge.replacements.put(successors)
+
+    async def judge_in_service(self, indices: Sequence[int]) -> None:
+        await self.judge.replacements.in_service(indices)
+
+    async def next_lost(self) -> list[LostServer]:
+        """Waits for servers that a generation lost, and returns them; each is returned once."""
+        return await self.replacements.next_lost()
+
+    def replace(self, successors: dict[int, Replica]) -> None:
+        """Takes restarted servers; no generation uses them before `in_service`."""
+        self.replacements.put(successors)
+
+    async def in_service(self, indices: Sequence[int]) -> None:
+        """Puts restarted servers with the trainer's weights into service: generations that wait for them continue."""
+        await self.replacements.in_service(indices)
+
+    async def generate(
+        self,
+        dataset: str,
+        groups: Sequence[SampleGroup],
+        n: int,
+        sampling: SamplingParams,
+        *,
+        keep: bool,
+        enough: EarlyEnd | None = None,
+        carry: bool = False,
+        generation: int = 0,
+    ) -> GeneratedBatch:
+        """Makes n samples for each group, scored as they finish; an interrupted group continues where it was.
+
+        keep: hold the tokens for `cut` until `drop`.
+        enough: ends the generation early, counted over all workers that have a part of it.  generation: its number,
+        the same for all of them.  carry: groups that are unfinished then may be asked for again; else their tokens
+        are given up.
+
+        `next_lost` returns servers that are lost; their requests go to the others, and to their successors.
+
+        Raises RewardError as the reward manager does, RolloutError when a server refuses, ValueError for a prompt with
+        sampling parameters that it cannot have.
+        """
+        from scalerl.rollout.samples import make_samples
+        from scalerl.rollout.sampling.scoring import GroupScores
+        from scalerl.rollout.servers.recovery import GenerationRecovery
+
+        task = asyncio.current_task()
+        assert task is not None, "not in an event loop"
+        self.generations.add(task)
+        task.add_done_callback(self.generations.discard)
+        start = time.perf_counter()
+        prompts = {group.uid: self.datasets[dataset][group.prompt_uid] for group in groups}
+        scores = GroupScores(n, lambda sample: self._score(dataset, prompts[sample.uid], sample), enough)
+        requests, before = [], []
+        for group in groups:
+            interrupted = self.interrupted.pop(group.uid, None)
+            before += interrupted.finished if interrupted else []
+            begun = interrupted.asks if interrupted else {index: [] for index in range(n)}
+            requests += self._requests(dataset, group, prompts[group.uid], sampling, begun)
+        recovery = GenerationRecovery(self.replacements, self.servers)
+        try:
+            for sample in before:
+                scores.add(sample)
+            left_over = await make_samples(
+                self.clients,
+                requests,
+                self.program,
+                self.tokenizer,
+                scores.add,
+                stop_when=None if enough is None else lambda: self.early_ends.is_over(generation, scores),
+                recovery=recovery,
+            )
+            gen_s = time.perf_counter() - start
+            whole = [group for group in groups if scores.is_finished(group.uid)]
+            results = {group.uid: await scores.of(group.uid) for group in whole}
+        finally:
+            scores.cancel()
+            self.early_ends.forget(generation)
+        rows = [row for group in whole for row in results[group.uid]]
+        batch = to_batch(
+            [sample for sample, _ in rows],
+            [prompts[sample.uid] for sample, _ in rows],
+            [result for _, result in rows],
+            seeds=[self._seed(sample.uid, sample.sample_index) for sample, _ in rows],
+        )
+        batch_id = self.hold(batch) if keep else next(self.batch_ids)
+        unfinished = [group for group in groups if group.uid not in results]
+        if carry:
+            asks: dict[int, dict[int, list[Ask]]] = {}
+            for (uid, index), turns in left_over.items():
+                asks.setdefault(uid, {})[index] = turns
+            self.interrupted |= {uid: Interrupted(begun, scores.finished(uid)) for uid, begun in asks.items()}
+        return GeneratedBatch(
+            batch_id=batch_id,
+            samples=batch.samples,
+            gen_s=gen_s,
+            reward_wait_s=time.perf_counter() - start - gen_s,
+            num_resubmitted=recovery.num_samples,
+            missing=list(self.replacements.missing.values()),
+            unfinished=unfinished,
+        )
+
+    def _requests(
+        self,
+        dataset: str,
+        group: SampleGroup,
+        prompt: PromptRow,
+        sampling: SamplingParams,
+        asks: dict[int, list[Ask]],
+    ) -> list[SampleRequest]:
+        from scalerl.rollout.samples import SampleRequest
+
+        sampling = sampling_of(dataset, prompt, sampling)
+        return [
+            SampleRequest(group.uid, index, prompt, sampling, self._seed(group.uid, index), turns)
+            for index, turns in asks.items()
+        ]
+
+    def _seed(self, uid: int, sample_index: int) -> int:
+        from scalerl.rollout.sampling.groups import SampleGroup
+
+        return sample_seed(self.seed, *SampleGroup.step_and_position(uid), sample_index)
+
+    def forget(self, uids: Sequence[int]) -> None:
+        """Drops what is kept of interrupted groups that will not be asked for again."""
+        for uid in uids:
+            self.interrupted.pop(uid, None)
+
+    async def _score(self, dataset: str, prompt: PromptRow, sample: Trajectory) -> Any:
+        from scalerl.rewards import ScoreRequest, ScoreResult
+        from scalerl.rewards.judge import STYLE
+        from scalerl.rollout.sampling.groups import SampleGroup
+
+        if self.model_scores and prompt.reward_style == "model":
+            # NaN until the reward model has scored the sample: no advantage can be computed from it.
+            return ScoreResult(float("nan"), sample.extra)
+        if sample.reward is not None:
+            return ScoreResult(float(sample.reward), sample.extra)
+        request = ScoreRequest(
+            sample_name=f"{dataset} prompt {prompt.uid} sample {sample.sample_index}",
+            data_source=prompt.data_source,
+            prompt_str=prompt.messages[-1]["content"],
+            solution_str=self.tokenizer.decode(sample.token_ids, skip_special_tokens=True),
+            ground_truth=prompt.ground_truth,
+            extra_info=prompt.extra_info,
+            response_length=sample.num_tokens,
+        )
+        if self._judge is not None and prompt.reward_style == STYLE:
+            step_and_position = SampleGroup.step_and_position(sample.uid)
+            seed = sample_seed(self.judge.config.seed, *step_and_position, sample.sample_index)
+            result = await self.judge.score(request, seed)
+        else:
+            result = await self.rewards.scored(request)
+        return replace(result, extra=sample.extra | result.extra) if sample.extra else result
+
+    def texts(
+        self, batch_id: int, rows: Sequence[int], dataset: str, with_special_tokens: bool
+    ) -> list[tuple[str, str, str]]:
+        """Decodes each row to (prompt, response, ground truth).  dataset: data set of the prompts, `train` or `val`."""
+        batch = self.batches[batch_id].select(rows)
+        return texts_of(self.tokenizer, batch, self.datasets[dataset], with_special_tokens)
+
+    async def dump(
+        self,
+        path: str,
+        samples: dict[str, np.ndarray],
+        own: list[tuple[int, list[int], np.ndarray]],
+        rows: list[np.ndarray],
+        *made: DataProto,
+    ) -> None:
+        """Writes rows of a step's batch by `dump.write_dump`.  samples: their sample columns.
+
+        own: (batch of this worker, rows of it, which rows of the step they are).  made[i]: token columns of rows[i],
+        the trainer's or those that other workers have.
+        """
+        from scalerl.rollout.sampling.dump import joined_fragments, write_dump
+
+        def write() -> None:
+            held = [self.all_tokens(batch_id).select(batch_rows) for batch_id, batch_rows, _ in own]
+            tokens = joined_fragments([*(step_rows for _, _, step_rows in own), *rows], [*held, *made])
+            texts = decoded(self.tokenizer, tokens["input_ids"], samples["prompt_length"])
+            write_dump(Path(path), tokens, samples, texts)
+
+        # In a thread, as a generation may run in the event loop.
+        await asyncio.to_thread(write)

@@ -1,0 +1,385 @@
+"""`RolloutClient`: generation (async) and weight updates (sync) on one rollout server, in its engine's protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from typing import Any
+
+import aiohttp
+import orjson
+
+from scalerl.config.schema import RolloutConfig
+from scalerl.rollout.servers.access import authorization
+from scalerl.rollout.servers.connection import ask, watched_socket
+from scalerl.rollout.servers.engines import ENGINES
+from scalerl.rollout.servers.engines.protocol import CacheSize, Call
+from scalerl.rollout.servers.purpose import POLICY, Purpose
+from scalerl.rollout.servers.requests import (
+    GenerateOutput,
+    GenerateRequest,
+    RolloutError,
+    SamplingParams,
+    ServerLostError,
+    check_request,
+)
+from scalerl.rollout.servers.slots import Slot, slots_of
+
+__all__ = ["GenerateOutput", "GenerateRequest", "RolloutClient", "RolloutError", "SamplingParams"]
+
+# Within this time an engine without requests becomes idle.
+IDLE_WAIT_S = 30.0
+# Within this time, or a request's own limit if less, a server that is well answers a health check, however busy it is.
+HEALTH_TIMEOUT_S = 60.0
+HEALTH_POLL_S = 0.2
+JSON = {"Content-Type": "application/json"}
+
+
+class RolloutClient:
+    """Asks one rollout server for samples, and updates its weights; every error names the server.
+
+    engine: the name of the server's engine (`engines.ENGINES`).
+    key: the server's key (`RolloutServer.key`).
+    max_concurrency: samples in flight at a time; the default, as that of timeout_s, is for direct use: a run's clients
+        are made by `ClientSettings`, with what its configuration says.
+    max_model_len: tokens of prompt + response; max_new_tokens is cut to fit.
+    purpose: for errors.
+    timeout_s: for one request, its time in the server's queue included.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        engine: str,
+        *,
+        key: str,
+        max_model_len: int,
+        timeout_s: float = RolloutConfig.request_timeout_s,
+        max_concurrency: int = RolloutConfig.max_num_seqs,
+        purpose: Purpose = POLICY,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.engine = ENGINES[engine]
+        self.key = key
+        self.max_model_len = max_model_len
+        self.timeout_s, self.purpose = timeout_s, purpose
+        self.max_concurrency = max_concurrency
+        self._http: aiohttp.ClientSession | None = None
+        self._num_users = 0
+        self._has_session: bool | None = None
+        self._released: set[str] = set()
+        self._paused = False
+
+    # --- generation ---
+
+    @contextlib.asynccontextmanager
+    async def connected(self) -> AsyncIterator[None]:
+        """Keeps connections open across several calls of one event loop; calls that overlap share them."""
+        if self._http is None:
+            timeout = aiohttp.ClientTimeout(total=self.timeout_s)
+            connector = aiohttp.TCPConnector(limit=0, socket_factory=watched_socket)
+            self._http = aiohttp.ClientSession(timeout=timeout, connector=connector, headers=authorization(self.key))
+        self._num_users += 1
+        try:
+            yield
+        finally:
+            self._num_users -= 1
+            if self._num_users == 0:
+                http, self._http = self._http, None
+                await http.close()
+
+    @property
+    def answers_several(self) -> bool:
+        """Whether `generate` takes several requests at a time."""
+        return self.engine.answers_several
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[GenerateOutput, None]:
+        """Asks by one HTTP request for all samples, and yields each as soon as it is finished.
+
+        requests: one, or more where the engine `answers_several`.
+
+        Raises ValueError for a request that cannot be sent and RolloutError when the server does not serve them all;
+        the rest is given up then.
+        """
+        for request in requests:
+            check_request(request, self.max_model_len)
+        who = _names(requests)
+        slots = [(request, slot) for request in requests for slot in slots_of(request, self.max_model_len)]
+        async with self.connected():
+            for output in await self._full([slot for _, slot in slots if slot.room <= 0]):
+                yield output
+            asked = [(request, slot) for request, slot in slots if slot.room > 0]
+            if not asked:
+                return
+            call = self._generate_call(requests, asked)
+            where = self.url + call.path
+            missing = {slot.key for _, slot in asked}
+            async with self._answer(call, who) as response:
+                chunks = response.content.iter_any()
+                samples = self.engine.read_samples(chunks, [slot for _, slot in asked], server=where, who=who)
+                async with contextlib.aclosing(samples):
+                    async for output in samples:
+                        if output.key not in missing:
+                            raise RolloutError(f"{where} gave a sample of {who} twice, or one not asked for")
+                        missing.remove(output.key)
+                        yield output
+            if missing:
+                raise RolloutError(
+                    f"{where} gave {len(asked) - len(missing)} samples for {who}, asked for {len(asked)}"
+                )
+
+    def _generate_call(
+        self, requests: Sequence[GenerateRequest], asked: Sequence[tuple[GenerateRequest, Slot]]
+    ) -> Call:
+        if len(requests) == 1:
+            return self.engine.generate(requests[0], [slot for _, slot in asked])
+        if not self.answers_several:
+            raise ValueError(f"{len(requests)} requests at a time for engine {self.engine.name}, which answers one")
+        return self.engine.generate_several(asked)
+
+    async def abort_all(self) -> None:
+        """Ends everything that the server runs, whoever asked for it; what it has so far comes back as aborted.
+
+        A request that is on its way to the scheduler slips through: repeat until all have come back.
+        """
+        async with self.connected():
+            await self._call(self.engine.abort_all(), "abort")
+
+    async def _full(self, slots: Sequence[Slot]) -> list[GenerateOutput]:
+        if not slots:
+            return []
+        answer = json.loads(await self._call(self.engine.policy_version(), "its policy version"))
+        version = self.engine.read_policy_version(answer)
+        return [slot.extended([], [], [(0, version)], "length") for slot in slots]
+
+    async def _call(self, call: Call, who: str) -> str:
+        """The text of the server's answer; raises RolloutError, naming the server and `who`, unless it is a success."""
+        async with self._answer(call, who) as response:
+            return await response.text()
+
+    @contextlib.asynccontextmanager
+    async def _answer(self, call: Call, who: str) -> AsyncIterator[aiohttp.ClientResponse]:
+        assert self._http is not None
+        where = self.url + call.path
+        try:
+            data = None if call.body is None else orjson.dumps(call.body)
+            async with self._http.request(call.method, where, data=data, headers=JSON) as response:
+                if response.status != 200:
+                    raise RolloutError(f"{where} refused {who}: {self.engine.read_error(await response.text())}")
+                yield response
+        except TimeoutError as error:
+            raise RolloutError(
+                f"{where} did not answer {who} in {self.timeout_s:.0f} s; see the server's log, or raise "
+                f"{self.purpose.key('request_timeout_s')}"
+            ) from error
+        except aiohttp.ClientError as error:
+            raise ServerLostError(f"{self.url} went away during {who}: {error!r}; see the server's log") from error
+
+    # --- weights ---
+
+    def begin_weight_update(self) -> None:
+        """Opens the session in which a server takes new weights; waits for running requests.
+
+        Does nothing on a server without sessions.
+        """
+        call = self.engine.begin_weight_update()
+        self._has_session = call is not None and self._ask(call) is not None
+
+    def update_weights(
+        self,
+        blobs: Sequence[str],
+        *,
+        flush_cache: bool,
+        policy_version: int | None = None,
+        is_mapped: bool = False,
+    ) -> None:
+        """Has the server load one bucket of weights.
+
+        blobs: `serialize_bucket` once per engine rank.  flush_cache: on the last bucket.
+        is_mapped: `Bucket.is_mapped`.
+        """
+        self._ask(
+            self.engine.update_weights(
+                blobs, flush_cache=flush_cache, policy_version=policy_version, is_mapped=is_mapped
+            )
+        )
+
+    def join_update_group(
+        self, address: str, port: int, *, rank_offset: int, world_size: int, group_name: str, backend: str
+    ) -> None:
+        """Has the server's ranks join a trainer rank's group, by the store at that address; returns when all are in.
+
+        rank_offset: rank in the group of the server's first rank.
+        """
+        self._ask(
+            self.engine.join_update_group(
+                address,
+                port,
+                rank_offset=rank_offset,
+                world_size=world_size,
+                group_name=group_name,
+                backend=backend,
+            )
+        )
+
+    def update_weights_from_group(
+        self,
+        layout: Sequence[tuple[str, str, Sequence[int]]],
+        *,
+        group_name: str,
+        flush_cache: bool,
+        policy_version: int | None = None,
+    ) -> None:
+        """Has the server receive one bucket, which `update_group.broadcast` sends meanwhile.
+
+        layout: (name, dtype, shape), as packed.
+        """
+        self._ask(
+            self.engine.update_weights_from_group(
+                layout, group_name=group_name, flush_cache=flush_cache, policy_version=policy_version
+            )
+        )
+
+    def update_weights_from_disk(self, directory: str, *, policy_version: int) -> None:
+        """Has the server load a whole model from files, without a session; waits for running requests.
+
+        directory: as the server sees it.
+        """
+        self._ask(self.engine.update_weights_from_disk(directory, policy_version=policy_version))
+
+    def end_weight_update(self, policy_version: int) -> None:
+        """Closes the session of a weight update; samples from now on carry `policy_version`."""
+        if self._has_session:
+            self._ask(self.engine.end_weight_update())
+        self._has_session = None
+        self.set_policy_version(policy_version)
+
+    def set_policy_version(self, policy_version: int) -> None:
+        """Tells the server which version its weights are; no request may be running."""
+        self._ask(self.engine.set_policy_version(policy_version))
+
+    def checksums(self) -> list[dict[str, str]]:
+        """The checksums of each engine rank, by the server's parameter names (see `weights.expected_checksums`)."""
+        call = self.engine.checksums()
+        answer = self._ask(call)
+        ranks = self.engine.read_checksums(answer)
+        if not ranks:
+            raise RolloutError(f"{self.url}{call.path} answered no ranks: {answer}")
+        return ranks
+
+    def flush_cache(self, wait_s: float = 0.0) -> None:
+        """Has the server forget cached prefixes. wait_s: how long the engine may take to be idle; else RolloutError."""
+        self._ask(self.engine.flush_cache(wait_s))
+
+    # --- state ---
+
+    def release(self, tags: Sequence[str] | None = None) -> None:
+        """Has the server, which may run no request, give device memory back.
+
+        tags: of the engine's (`memory_tags`); None: all.
+        """
+        wanted = self._tags(tags)
+        for call in self.engine.release(wanted, idle_wait_s=min(IDLE_WAIT_S, self.timeout_s / 2)):
+            self._ask(call)
+        self._released |= set(wanted)
+
+    def resume(self, tags: Sequence[str] | None = None) -> None:
+        """Has the server take back the memory that `release` freed. Weights come back undefined and must be updated.
+
+        Raises ValueError for a tag that this client did not release: an engine may die of it.
+        """
+        wanted = set(self._tags(tags))
+        if not wanted <= self._released:
+            raise ValueError(f"resume {sorted(wanted)}: {sorted(wanted - self._released)} is not released")
+        self._ask(self.engine.resume(self._tags(tags)))
+        self._released -= wanted
+
+    def _tags(self, tags: Iterable[str] | None) -> list[str]:
+        return [tag for part in self.engine.memory_tags.values() for tag in part] if tags is None else list(tags)
+
+    def pause(self) -> None:
+        """Ends running requests with what they have (finish reason abort); new ones wait for `continue_generation`."""
+        self._paused = True
+        self._ask(self.engine.pause())
+
+    def continue_generation(self) -> None:
+        self._ask(self.engine.continue_generation())
+        self._paused = False
+
+    @property
+    def paused(self) -> bool:
+        """Whether this client paused the server."""
+        return self._paused
+
+    @property
+    def released(self) -> frozenset[str]:
+        """The tags that this client released."""
+        return frozenset(self._released)
+
+    async def is_well(self) -> bool:
+        """Whether the engine behind the server does its work, within HEALTH_TIMEOUT_S.
+
+        Its scheduler, which is what makes tokens, answers a question about its state; a token itself would not come
+        from an engine that somebody paused or released.
+        """
+        call, deadline = self.engine.health(), time.monotonic() + min(HEALTH_TIMEOUT_S, self.timeout_s)
+        async with aiohttp.ClientSession(headers=authorization(self.key)) as http:
+            while (left_s := deadline - time.monotonic()) > 0:
+                try:
+                    async with http.request(
+                        call.method, self.url + call.path, json=call.body, timeout=aiohttp.ClientTimeout(total=left_s)
+                    ) as response:
+                        if response.status == 200:
+                            return True
+                except aiohttp.ClientConnectorError:  # nobody listens
+                    return False
+                except (aiohttp.ClientError, TimeoutError):
+                    pass
+                await asyncio.sleep(HEALTH_POLL_S)
+        return False
+
+    def healthy(self) -> bool:
+        try:
+            self._ask(Call(self.engine.ready_path, method="GET"))
+        except RolloutError:
+            return False
+        return True
+
+    def cache_size(self) -> CacheSize | None:
+        """The size of the server's KV cache; None for an engine, or a server, that has no such number."""
+        call = self.engine.cache_size()
+        return None if call is None else self.engine.read_cache_size(self._ask(call))
+
+    def _ask(self, call: Call) -> Any:
+        """The answer's JSON ({} when it has none); None for an optional call that the server does not have.
+
+        Raises RolloutError unless the answer is a success.
+        """
+        where = self.url + call.path
+        body = None if call.body is None else json.dumps(call.body).encode()
+        try:
+            status, text = ask(
+                where, call.method, body, headers=JSON | authorization(self.key), timeout_s=self.timeout_s
+            )
+        except (http.client.HTTPException, OSError) as error:
+            raise RolloutError(f"{where} got no answer: {error}; see the server's log") from error
+        if status == 404 and call.is_optional:
+            return None
+        if status != 200:
+            raise RolloutError(f"{where} refused (HTTP {status}): {self.engine.read_error(text)}")
+        try:
+            answer = json.loads(text) if text else {}
+        except json.JSONDecodeError:  # SGLang answers a flush in prose
+            return {}
+        if (failure := self.engine.read_failure(answer)) is not None:
+            raise RolloutError(f"{where} failed: {failure}")
+        return {} if answer is None else answer
+
+
+def _names(requests: Sequence[GenerateRequest]) -> str:
+    first, last = requests[0].request_id, requests[-1].request_id
+    return f"request {first!r}" if len(requests) == 1 else f"requests {first!r} to {last!r}"

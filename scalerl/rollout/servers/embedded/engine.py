@@ -1,0 +1,436 @@
+"""The embedded engine, a transformers model with the operations of a rollout server: generate, load, checksum."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import traceback
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import safetensors.torch
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from scalerl.models import HFWeights, weight_block
+from scalerl.rollout.servers.checksums import tensor_checksum
+from scalerl.rollout.servers.embedded.decode_rows import DecodeRows, prefill
+from scalerl.rollout.servers.embedded.file_tensors import file_tensors
+from scalerl.rollout.servers.embedded.fixed_shapes import compute_in_blocks
+from scalerl.rollout.servers.embedded.sampling import SampleSettings, sample
+
+MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
+
+
+class RefusedError(ValueError):
+    """Raised for a request that the server answers with status 400 and this message."""
+
+
+@dataclass
+class _Sequence:
+    """A sequence to generate.
+
+    index: its number in the request.  position: index of its first new token in the response.
+    """
+
+    index: int
+    input_ids: list[int]
+    settings: SampleSettings
+    position: int
+    max_new_tokens: int
+    stop_ids: frozenset[int]
+    stop_strings: tuple[str, ...]
+    request: _Request
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[dict[str, Any]] = field(default_factory=list)
+    finish_reason: dict[str, Any] | None = None
+
+
+class _Request:
+    """Sequences that one caller waits for.  finished: gets each of them once, those that end together in one list."""
+
+    def __init__(self) -> None:
+        self.sequences: list[_Sequence] = []
+        self.finished: queue.SimpleQueue[list[_Sequence]] = queue.SimpleQueue()
+        self.error: Exception | None = None
+
+
+class DecodingEngine:
+    """One model, and one thread that computes while callers wait.
+
+    Up to `max_batch_size` sequences run at a time; each begins when a slot is free. The tokens of a sequence depend,
+    bit by bit, on its prompt, settings and seed and on the weights, not on sequences that run at the same time
+    (`decode_rows`).
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: torch.dtype,
+        device: str,
+        max_model_len: int,
+        max_batch_size: int,
+        trust_remote_code: bool,
+    ) -> None:
+        self.model_path = model_path
+        self.max_model_len = max_model_len
+        self.max_batch_size = max_batch_size
+        self.policy_version = "0"
+        self.device = torch.device(device)
+        # Its class is the one that the directory names.
+        self._model: Any = _model(model_path, dtype, trust_remote_code)
+        self._model.to(self.device).eval().requires_grad_(False)
+        compute_in_blocks(self._model)
+        self._parameters: dict[str, Tensor] = file_tensors(self._model)
+        self._vocab_size: int = self._model.get_input_embeddings().num_embeddings
+        self._tokenizer = _tokenizer(model_path, trust_remote_code)
+        self._eos_ids = _eos_ids(model_path, self._model.config.eos_token_id, self._tokenizer)
+        self._changed = threading.Condition()
+        self._waiting: deque[_Sequence] = deque()
+        # Sequences by slot, which is their row's number.
+        self._live: dict[int, _Sequence] = {}
+        self._rows = DecodeRows(self._model, max_model_len)
+        self._paused = False
+        self._session_open = False
+        self._released: set[str] = set()
+        self._thread = threading.Thread(target=self._compute, name="engine", daemon=True)
+        self._thread.start()
+
+    # --- generation ---
+
+    def generate(
+        self, prompts: Sequence[list[int]], sampling_params: Sequence[dict[str, Any]]
+    ) -> Iterator[list[tuple[int, dict[str, Any]]]]:
+        """Yields (index, {"output_ids", "meta_info"} as SGLang answers) of prompts as soon as they are finished.
+
+        Raises RefusedError, before anything is returned, for input that the model cannot take; RuntimeError if the
+        engine fails.
+        """
+        request = _Request()
+        for index, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
+            request.sequences.append(self._sequence(index, prompt, params, request))
+        with self._changed:
+            self._changed.wait_for(lambda: not self._paused)
+            if self._session_open or self._released:
+                state = (
+                    "a weight-update session is open" if self._session_open else f"{sorted(self._released)} is released"
+                )
+                raise RefusedError(f"cannot generate: {state}")
+            self._waiting.extend(request.sequences)
+            self._changed.notify_all()
+        return self._answers(request)
+
+    def _answers(self, request: _Request) -> Iterator[list[tuple[int, dict[str, Any]]]]:
+        num_missing = len(request.sequences)
+        while num_missing:
+            finished = request.finished.get()
+            if request.error is not None:
+                raise RuntimeError(f"the engine failed: {request.error!r}") from request.error
+            num_missing -= len(finished)
+            yield [(sequence.index, self._answer(sequence)) for sequence in finished]
+
+    def abort_all(self) -> None:
+        """Ends running and waiting sequences with the tokens that they have (finish reason abort)."""
+        with self._changed:
+            for sequence in (*self._live.values(), *self._waiting):
+                sequence.finish_reason = sequence.finish_reason or {"type": "abort", "message": "Aborted"}
+
+    def pause(self) -> None:
+        """Does `abort_all`, and holds new requests until `resume_generation`."""
+        with self._changed:
+            self._paused = True
+        self.abort_all()
+        with self._changed:
+            self._wait_idle()
+
+    def resume_generation(self) -> None:
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
+    def _wait_idle(self) -> None:
+        self._changed.wait_for(lambda: not self._live and not self._waiting)
+
+    def _sequence(self, index: int, prompt: list[int], params: dict[str, Any], request: _Request) -> _Sequence:
+        max_new_tokens = params["max_new_tokens"]
+        if not prompt:
+            raise RefusedError(f"prompt {index} is empty")
+        if len(prompt) + max_new_tokens > self.max_model_len:
+            raise RefusedError(
+                f"prompt {index}: {len(prompt)} tokens + max_new_tokens {max_new_tokens} exceed the context of "
+                f"{self.max_model_len} tokens"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
+            raise RefusedError(f"prompt {index} has token ids outside 0..{self._vocab_size - 1}")
+        settings = SampleSettings(
+            temperature=float(params["temperature"]),
+            top_p=float(params["top_p"]),
+            top_k=int(params["top_k"]),
+            seed=int(params["sampling_seed"]),
+        )
+        if settings.temperature < 0.0 or not 0.0 < settings.top_p <= 1.0 or max_new_tokens < 1:
+            raise RefusedError(
+                f"prompt {index}: temperature {settings.temperature} must be at least 0, top_p {settings.top_p} in "
+                f"(0, 1] and max_new_tokens {max_new_tokens} at least 1"
+            )
+        stop_strings = tuple(params["stop"])
+        if stop_strings and self._tokenizer is None:
+            raise RefusedError(f"prompt {index}: stop {list(stop_strings)} needs a tokenizer in {self.model_path}")
+        stop_ids = frozenset() if params["ignore_eos"] else self._eos_ids | set(params["stop_token_ids"])
+        position = int(params["sampling_position"])
+        return _Sequence(index, list(prompt), settings, position, max_new_tokens, stop_ids, stop_strings, request)
+
+    # --- the computing thread ---
+
+    def _compute(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._live or self._waiting)
+                self._leave()
+                entering = self._enter()
+            try:
+                self._advance(entering)
+            except Exception as error:
+                traceback.print_exc()
+                self._fail(error)
+
+    def _leave(self) -> None:
+        """Hands finished sequences to their callers and frees their slots."""
+        finished = [s for s in (*self._live.values(), *self._waiting) if s.finish_reason is not None]
+        if not finished:
+            return
+        left = [slot for slot, s in self._live.items() if s.finish_reason is not None]
+        for slot in left:
+            del self._live[slot]
+        self._rows.clear(left)
+        self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
+        by_request: dict[_Request, list[_Sequence]] = {}
+        for sequence in finished:
+            by_request.setdefault(sequence.request, []).append(sequence)
+        for request, together in by_request.items():
+            request.finished.put(together)
+        if not self._live and not self._waiting:
+            self._changed.notify_all()
+
+    def _enter(self) -> list[tuple[int, _Sequence]]:
+        """Begins waiting sequences, and returns them with their slots."""
+        if not self._waiting:
+            return []
+        free = [slot for slot in range(self.max_batch_size) if slot not in self._live]
+        entering = [(slot, self._waiting.popleft()) for slot in free[: len(self._waiting)]]
+        self._live.update(entering)
+        return entering
+
+    @torch.inference_mode()
+    def _advance(self, entering: list[tuple[int, _Sequence]]) -> None:
+        """Draws one token for every live sequence; equal prompts that enter together are computed once."""
+        begun = {slot for slot, _ in entering}
+        running = {
+            slot: sequence
+            for slot, sequence in self._live.items()
+            if slot not in begun and sequence.finish_reason is None
+        }
+        if running:
+            logits_SV = self._rows.step({slot: sequence.output_ids[-1] for slot, sequence in running.items()})
+            self._draw(logits_SV, list(running.values()))
+        if entering:
+            self._begin(entering)
+
+    def _begin(self, entering: list[tuple[int, _Sequence]]) -> None:
+        by_prompt: dict[tuple[int, ...], list[tuple[int, _Sequence]]] = {}
+        for slot, sequence in entering:
+            by_prompt.setdefault(tuple(sequence.input_ids), []).append((slot, sequence))
+        logits = []
+        for group, prefilled in zip(by_prompt.values(), prefill(self._model, list(by_prompt)), strict=True):
+            self._rows.put([slot for slot, _ in group], prefilled)
+            logits += [prefilled.logits_V] * len(group)
+        self._draw(torch.stack(logits), [sequence for group in by_prompt.values() for _, sequence in group])
+
+    def _draw(self, logits_SV: Tensor, sequences: Sequence[_Sequence]) -> None:
+        positions = [sequence.position + len(sequence.output_ids) for sequence in sequences]
+        tokens, logprobs = sample(logits_SV, [sequence.settings for sequence in sequences], positions)
+        with self._changed:
+            for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
+                self._append(sequence, token, logprob)
+
+    def _append(self, sequence: _Sequence, token: int, logprob: float) -> None:
+        if sequence.finish_reason is not None:  # aborted while this token was computed
+            return
+        if not sequence.spans or sequence.spans[-1]["version"] != self.policy_version:
+            sequence.spans.append({"version": self.policy_version, "start": len(sequence.output_ids)})
+        sequence.output_ids.append(token)
+        sequence.logprobs.append(logprob)
+        if token in sequence.stop_ids:
+            matched: int | str | None = token
+        else:
+            matched = self._stop_string(sequence) if sequence.stop_strings else None
+        if matched is not None:
+            sequence.finish_reason = {"type": "stop", "matched": matched}
+        elif len(sequence.output_ids) >= sequence.max_new_tokens:
+            sequence.finish_reason = {"type": "length", "length": sequence.max_new_tokens}
+
+    def _stop_string(self, sequence: _Sequence) -> str | None:
+        assert self._tokenizer is not None
+        # A token has at least one byte of text, so a stop string is within the last tokens.
+        num_tokens = max(len(string.encode()) for string in sequence.stop_strings) + 1
+        text = self._tokenizer.decode(sequence.output_ids[-num_tokens:], skip_special_tokens=False)
+        return next((string for string in sequence.stop_strings if string in text), None)
+
+    def _fail(self, error: Exception) -> None:
+        """Ends all sequences with an error, and continues with empty rows."""
+        with self._changed:
+            for sequence in (*self._live.values(), *self._waiting):
+                sequence.request.error = error
+                sequence.finish_reason = sequence.finish_reason or {"type": "abort", "message": repr(error)}
+            self._leave()
+            self._rows = DecodeRows(self._model, self.max_model_len)
+
+    def _answer(self, sequence: _Sequence) -> dict[str, Any]:
+        ends = [span["start"] for span in sequence.spans[1:]] + [len(sequence.output_ids)]
+        spans = sequence.spans or [{"version": self.policy_version, "start": 0}]
+        return {
+            "output_ids": sequence.output_ids,
+            "meta_info": {
+                "finish_reason": sequence.finish_reason,
+                "prompt_tokens": len(sequence.input_ids),
+                "completion_tokens": len(sequence.output_ids),
+                "weight_version": spans[-1]["version"],
+                "weight_versions": [span | {"end": end} for span, end in zip(spans, ends, strict=True)],
+                "output_token_logprobs": [
+                    [logprob, token, None]
+                    for logprob, token in zip(sequence.logprobs, sequence.output_ids, strict=True)
+                ],
+            },
+        }
+
+    # --- weights ---
+
+    def begin_weight_update(self) -> None:
+        """Opens a weight-update session, after all running sequences have ended."""
+        with self._changed:
+            self._wait_idle()
+            if self._session_open:
+                raise RefusedError("a weight-update session is already open; call end_weight_update first")
+            self._session_open = True
+
+    def end_weight_update(self) -> None:
+        with self._changed:
+            if not self._session_open:
+                raise RefusedError("no weight-update session is open; call begin_weight_update first")
+            self._session_open = False
+
+    def require_session(self, work: str) -> None:
+        with self._changed:
+            if not self._session_open:
+                raise RefusedError(f"{work} must run between begin_weight_update and end_weight_update")
+
+    def load(self, tensors: Mapping[str, Tensor], policy_version: str | None) -> None:
+        """Loads tensors; none of them if a name is unknown or a shape is wrong."""
+        with self._changed:
+            unknown = sorted(tensors.keys() - self._parameters.keys())
+            if unknown:
+                raise RefusedError(
+                    f"the model has no parameter {unknown[:5]} ({len(unknown)} unknown names in the bucket)"
+                )
+            for name, tensor in tensors.items():
+                if tensor.shape != self._parameters[name].shape:
+                    raise RefusedError(
+                        f"{name} has shape {list(tensor.shape)}, the model's is {list(self._parameters[name].shape)}"
+                    )
+            for name, tensor in tensors.items():
+                self._parameters[name].data.copy_(tensor)
+            if policy_version is not None:
+                self.policy_version = policy_version
+
+    def load_directory(self, directory: str, policy_version: str | None) -> None:
+        """Loads a whole model, after all running sequences have ended."""
+        files = sorted(Path(directory).glob("*.safetensors"))
+        if not files:
+            raise RefusedError(f"{directory} has no *.safetensors file")
+        tensors = {name: tensor for file in files for name, tensor in safetensors.torch.load_file(file).items()}
+        missing = sorted(self._parameters.keys() - tensors.keys())
+        if missing:
+            raise RefusedError(f"{directory} lacks the parameter {missing[:5]} ({len(missing)} in all)")
+        with self._changed:
+            self._wait_idle()
+            self.load(tensors, policy_version)
+
+    def set_policy_version(self, policy_version: str) -> None:
+        with self._changed:
+            self.policy_version = policy_version
+
+    def checksums(self) -> dict[str, str]:
+        with self._changed:
+            return {name: tensor_checksum(parameter.data.cpu()) for name, parameter in self._parameters.items()}
+
+    # --- memory: there is none worth releasing; the calls only check SGLang's order ---
+
+    def release(self, tags: Sequence[str] | None) -> None:
+        with self._changed:
+            self._wait_idle()
+            self._released |= _known_tags(tags)
+
+    def resume(self, tags: Sequence[str] | None) -> None:
+        with self._changed:
+            missing = _known_tags(tags) - self._released
+            if missing:
+                raise RefusedError(f"cannot resume {sorted(missing)}: not released")
+            self._released -= _known_tags(tags)
+
+    def check_alive(self) -> None:
+        if not self._thread.is_alive():
+            raise RuntimeError("the engine's thread has ended; the log says why")
+
+    def info(self) -> dict[str, Any]:
+        return {
+            "model_path": self.model_path,
+            "weight_version": self.policy_version,
+            "max_model_len": self.max_model_len,
+            "max_running_requests": self.max_batch_size,
+            "is_generation": True,
+        }
+
+
+def _known_tags(tags: Sequence[str] | None) -> set[str]:
+    unknown = set(tags or ()) - set(MEMORY_TAGS)
+    if unknown:
+        raise RefusedError(f"unknown memory tags {sorted(unknown)}; known: {MEMORY_TAGS}")
+    return set(tags or MEMORY_TAGS)
+
+
+def _model(model_path: str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "attn_implementation": "sdpa", "dtype": dtype}
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code, local_files_only=True)
+    if weight_block(config.to_dict()) is None:
+        return AutoModelForCausalLM.from_pretrained(model_path, local_files_only=True, **options)
+    # transformers computes with 8-bit weights on a GPU alone.
+    delattr(config, "quantization_config")
+    model = AutoModelForCausalLM.from_config(config, **options).requires_grad_(False)
+    with HFWeights(model_path) as weights:
+        for name, tensor in file_tensors(model).items():
+            tensor.copy_(weights.read(name)[:])
+    return model
+
+
+def _tokenizer(model_path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+    if not (Path(model_path) / "tokenizer_config.json").exists():
+        return None
+    return AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code, local_files_only=True)
+
+
+def _eos_ids(
+    model_path: str, config_eos: int | list[int] | None, tokenizer: PreTrainedTokenizerBase | None
+) -> frozenset[int]:
+    """The end-of-text tokens, as in SGLang: of the config, the generation config and the tokenizer, if they exist."""
+    eos_ids: list[int | list[int] | None] = [config_eos]
+    if (Path(model_path) / "generation_config.json").exists():
+        eos_ids.append(GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id)
+    if tokenizer is not None:
+        eos_ids.append(cast("int | None", tokenizer.eos_token_id))
+    return frozenset(token for ids in eos_ids if ids is not None for token in (ids if isinstance(ids, list) else [ids]))

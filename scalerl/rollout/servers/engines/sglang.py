@@ -1,0 +1,360 @@
+"""The SGLang engine: its command line, requests and weight updates, and the models that it cannot serve."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scalerl.base.cuda_toolkit import toolkit_environment
+from scalerl.base.process_environment import sglang_environment
+from scalerl.config import server_violations
+from scalerl.config.schema import RolloutConfig, ServerConfig
+from scalerl.config.suggestions import divisors_text
+from scalerl.models import HFWeights, read_config, weight_block
+from scalerl.models.shape import max_positions, rope_entries
+from scalerl.rollout.servers.context_length import check_context_length
+from scalerl.rollout.servers.engines.base import Command, Engine, Launch
+from scalerl.rollout.servers.engines.protocol import CacheSize, Call
+from scalerl.rollout.servers.requests import GenerateRequest
+from scalerl.rollout.servers.sglang.cpu_shim import shim_environment
+from scalerl.rollout.servers.sglang.placement_arguments import (
+    LATENT,
+    MIXTURES,
+    RUNNER,
+    expert_parallel,
+    plain_runner,
+    unknown_places,
+)
+from scalerl.rollout.servers.sglang.plugin import ATTENTION_BACKEND, PLUGIN
+from scalerl.rollout.servers.wire import FLATTENED
+
+if TYPE_CHECKING:
+    import torch
+
+    from scalerl.models import ModelShape
+    from scalerl.rollout.servers.checksums import ExpectedChecksums
+    from scalerl.rollout.servers.slots import Slot
+    from scalerl.rollout.servers.weights import Bucket
+
+# Share of the machine's memory for weights and KV cache, an upper bound; max_total_tokens limits the cache in practice.
+CPU_MEM_FRACTION_STATIC = 0.5
+# Least share of a GPU's free memory for weights and KV cache where the number of tokens is given. SGLang takes what the
+# share leaves if that is less, which with the share of the plan would be so beside a trainer that holds a little more.
+GIVEN_CACHE_FRACTION = 0.95
+# Tokens of a context that SGLang does not use: of the prompt, and of prompt and response (tp_worker.py, scheduler.py).
+PROMPT_SLACK, RESPONSE_SLACK = 6, 2
+CONTEXT_SLACK = PROMPT_SLACK + RESPONSE_SLACK
+# Loader that reads buckets from memory which the trainer's ranks write.
+MAPPED_LOADER = "scalerl.rollout.servers.mapped.load_mapped"
+# Keys without which SGLang does not start; DeepSeek's own config.json has them, one that transformers writes does not.
+LATENT_CONFIG = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+# With what SGLang on a GPU keeps experts as they are loaded, so that their checksums are known, beside the kernels of
+# `plain_runner`: Triton's with the activation fused in reorder their rows.
+PLAIN_EXPERTS_ENVIRONMENT = {"SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0"}
+# On a GPU SGLang may put DeepSeek-V3's shared experts among the routed ones.
+SHARED_EXPERTS_APART = {"disable_shared_experts_fusion": True}
+
+
+class SGLangEngine(Engine):
+    name = "sglang"
+    prompt_slack = PROMPT_SLACK
+    keep_less = "engine_kwargs.sglang.disable_cuda_graph=true"
+    # SGLang adds one more token after an abort without checking if it ends the sample.
+    undone_by_abort = 1
+
+    def command(self, launch: Launch) -> Command:
+        """The server's command, and environment variables to add.
+
+        `engine_kwargs["sglang"]` takes precedence: a value replaces scalerl's, true is a bare flag, null or false drops
+        the argument, a list gives several values.
+        """
+        check_context_length(launch.model_path, launch.max_model_len)
+        config, on_cpu = launch.config, launch.device == "cpu"
+        arguments: dict[str, Any] = {
+            "model_path": launch.model_path,
+            "host": launch.host,
+            "port": launch.port,
+            "tp_size": config.tensor_model_parallel_size,
+            "dtype": config.dtype,
+            "context_length": launch.max_model_len + CONTEXT_SLACK,
+            "max_running_requests": config.max_num_seqs,
+            "random_seed": launch.seed,
+            # A number from the start, so that every sample's version can be parsed.
+            "weight_version": "0",
+            "log_level": "warning",
+            "skip_server_warmup": True,
+            # Ignores generation_config.json, which may have a repetition penalty: the policy is the model alone.
+            "sampling_defaults": "openai",
+            "trust_remote_code": launch.trust_remote_code,
+            # Answers are streams, so that each sample is sent when it is finished; only its first token is sent before.
+            "stream_interval": 2**30,
+        }
+        if launch.openai_name is not None:
+            arguments |= {"stream_interval": 1, "sampling_defaults": "model", "served_model_name": launch.openai_name}
+        env = sglang_environment(launch.device, releases_memory=launch.releases_memory)
+        if on_cpu:
+            arguments |= _cpu_arguments(config, launch.max_model_len)
+            env |= _cpu_environment(config.tensor_model_parallel_size)
+        else:
+            env |= toolkit_environment()
+            arguments["mem_fraction_static"] = _memory_fraction(config)
+            arguments["enable_memory_saver"] = launch.releases_memory
+            if launch.synced and (family := _checked_mixture(config, launch.model_path)) is not None:
+                arguments |= SHARED_EXPERTS_APART if family in LATENT else {}
+                arguments[RUNNER] = plain_runner(_own_arguments(config.engine_kwargs))
+                env |= PLAIN_EXPERTS_ENVIRONMENT
+            if launch.gpu_ids is not None:
+                env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in launch.gpu_ids)
+        if launch.nnodes > 1:
+            arguments |= {
+                "nnodes": launch.nnodes,
+                "node_rank": launch.node_rank,
+                "dist_init_addr": launch.dist_init_addr,
+            }
+            # Otherwise SGLang asks the network which of the node's addresses others can reach.
+            env["SGLANG_HOST_IP"] = launch.host
+        changes = _latent_changes(launch.model_path, on_cpu)
+        if launch.synced and weight_block(read_config(launch.model_path)) is not None:
+            # Trainers send weights that are not quantized, so the server's are as they would be without.
+            changes["quantization_config"] = None
+            arguments["load_format"] = "dummy"
+        if changes:
+            arguments["json_model_override_args"] = json.dumps(changes)
+        if config.kv_cache_tokens is not None:
+            arguments["max_total_tokens"] = config.kv_cache_tokens
+        arguments |= {key.replace("-", "_"): value for key, value in _own_arguments(config.engine_kwargs).items()}
+        if on_cpu:
+            # Added to the user's loaders.
+            arguments["custom_weight_loader"] = [*(arguments.get("custom_weight_loader") or []), MAPPED_LOADER]
+        return [sys.executable, "-m", "scalerl.rollout.servers.sglang.launch", *_flags(arguments)], env
+
+    def num_ranks(self, tp_size: int) -> int:
+        return tp_size
+
+    def generate_body(self, request: GenerateRequest, slots: Sequence[Slot]) -> dict[str, Any]:
+        body = super().generate_body(request, slots)
+        if not request.progress:
+            # SGLang computes the prompt of n equal samples once.
+            body["input_ids"] = request.input_ids
+            body["sampling_params"] = self.sampling_params(request, slots[0]) | {"n": len(slots)}
+        return body
+
+    def sampling_params(self, request: GenerateRequest, slot: Slot) -> dict[str, Any]:
+        return super().sampling_params(request, slot) | {"skip_special_tokens": False}
+
+    def serialize(self, bucket: Bucket) -> str:
+        """A bucket as text with a one-shot handle of shared memory (CPU) or device memory (CUDA), without values.
+
+        A bucket in mapped memory is not copied. The memory is freed when the server has read it; on a CPU, if it never
+        does, when this process ends.
+        """
+        from scalerl.rollout.servers.weights import flattened_text
+
+        return flattened_text(bucket.named) if bucket.shared is None else bucket.shared.serialize()
+
+    def update_weights(
+        self, blobs: Sequence[str], *, flush_cache: bool, policy_version: int | None, is_mapped: bool
+    ) -> Call:
+        call = super().update_weights(
+            blobs, flush_cache=flush_cache, policy_version=policy_version, is_mapped=is_mapped
+        )
+        return replace(call, body={**(call.body or {}), "load_format": MAPPED_LOADER if is_mapped else FLATTENED})
+
+    def cache_size(self) -> Call:
+        return Call("/server_info", method="GET")
+
+    def read_cache_size(self, answer: Any) -> CacheSize | None:
+        num_tokens = answer.get("max_total_num_tokens")
+        return None if num_tokens is None else CacheSize(num_tokens, answer.get("page_size") or 1)
+
+    def expected_checksums(
+        self,
+        model_config: Mapping[str, Any],
+        tp_size: int,
+        dtype: torch.dtype | None = None,
+        ranks: Collection[int] | None = None,
+        *,
+        engine_kwargs: Mapping[str, Any] | None = None,
+    ) -> ExpectedChecksums:
+        from scalerl.rollout.servers.checksums import ExpectedChecksums
+        from scalerl.rollout.servers.sglang.placement import SGLangPlacement
+
+        experts = expert_parallel(_own_arguments(engine_kwargs or {}), tp_size)
+        return ExpectedChecksums(SGLangPlacement(model_config, tp_size, experts), dtype, ranks)
+
+    def has_whole_shared_experts(self, config: ServerConfig) -> bool:
+        own, tp_size = _own_arguments(config.engine_kwargs), config.tensor_model_parallel_size
+        return expert_parallel(own, tp_size).whole_shared_experts
+
+    def trained_model_violations(
+        self, config: ServerConfig, shape: ModelShape, *, section: str, device: str, verify_weights_every: int
+    ) -> Iterator[str]:
+        # With fewer heads than ranks, SGLang repeats heads on a GPU. On a CPU it pads, and those checksums are unknown.
+        tp_size, kv_heads = config.tensor_model_parallel_size, shape.num_kv_heads
+        if device == "cpu" and tp_size > kv_heads and verify_weights_every:
+            yield (
+                f"{section}.tensor_model_parallel_size = {tp_size}: the checksums of an SGLang server on a CPU are not "
+                f"known with more ranks than the model's {kv_heads} key/value heads; set one of "
+                f"{divisors_text(kv_heads)}, or {section}.verify_weights_every=0"
+            )
+        if shape.num_experts:
+            yield from _mixture_violations(config, shape, section, device, verify_weights_every)
+        if verify_weights_every:
+            own = _own_arguments(config.engine_kwargs)
+            for argument, effect in unknown_places(own, shape.model_type, is_mixture=bool(shape.num_experts)):
+                yield (
+                    f"{section}.verify_weights_every = {verify_weights_every}: the checksums of an SGLang server are "
+                    f"not known with engine_kwargs.sglang.{argument}, which {effect}; leave it out, or set "
+                    "verify_weights_every to 0"
+                )
+
+    def served_model_violations(self, path: str | Path, key: str, tp_size: int) -> Iterator[str]:
+        try:
+            config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            # The server will report what is wrong with the directory.
+            return
+        try:
+            if any(Path(path).glob("*.safetensors")):
+                with HFWeights(path) as weights:
+                    weights.check_head(tied=bool(config.get("tie_word_embeddings")))
+        except ValueError as error:
+            yield str(error)
+        config = config.get("text_config") or config
+        heads = config.get("num_attention_heads")
+        if isinstance(heads, int) and heads > 0:
+            kv_heads = config.get("num_key_value_heads") or heads
+            yield from server_violations(key, tp_size, {"attention heads": heads}, kv_heads)
+
+
+def _own_arguments(engine_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return engine_kwargs.get(SGLangEngine.name) or {}
+
+
+def _latent_changes(model_path: str, on_cpu: bool) -> dict[str, Any]:
+    """Changes of config.json with which SGLang serves a model with latent attention; {} for any other."""
+    try:
+        config = read_config(model_path)
+    except ValueError:
+        # The server will report what is wrong with the directory.
+        return {}
+    if config.get("model_type") not in LATENT:
+        return {}
+    changes = {key: value for key, value in LATENT_CONFIG.items() if key not in config}
+    rope = rope_entries(config)
+    if on_cpu and (rope.get("rope_type") or rope.get("type") or "default") == "default":
+        # The only rotary embedding that SGLang has there is yarn; with the factor 1 it is the plain one.
+        changes["rope_parameters"] = {
+            "rope_type": "yarn",
+            "rope_theta": rope.get("rope_theta") or config.get("rope_theta") or 10_000.0,
+            "factor": 1.0,
+            "original_max_position_embeddings": max_positions(config),
+        }
+    return changes
+
+
+def _memory_fraction(config: ServerConfig) -> float:
+    share = config.gpu_memory_utilization
+    return share if config.kv_cache_tokens is None else max(share, GIVEN_CACHE_FRACTION)
+
+
+def _checked_mixture(config: ServerConfig, model_path: str) -> str | None:
+    """The family of the mixture with whose server a trainer compares checksums; None: it is none, or does not."""
+    checks = isinstance(config, RolloutConfig) and config.verify_weights_every > 0
+    family = read_config(model_path).get("model_type") if checks else None
+    return family if family in MIXTURES else None
+
+
+def _mixture_violations(
+    config: ServerConfig, shape: ModelShape, section: str, device: str, verify_weights_every: int
+) -> Iterator[str]:
+    if shape.model_type == "qwen3_moe" and not all(shape.moe_layers):
+        dense = [layer for layer, is_mixture in enumerate(shape.moe_layers) if not is_mixture]
+        yield (
+            f"{section}.name = sglang: SGLang gives every layer of a qwen3_moe model experts, this one "
+            f"has none in layers {', '.join(map(str, dense[:5]))}{'...' if len(dense) > 5 else ''} (mlp_only_layers, "
+            "decoder_sparse_step); it would sample from random weights. Set it to embedded"
+        )
+    own = _own_arguments(config.engine_kwargs)
+    yield from _expert_parallel_violations(own, config, shape, section, device)
+    if verify_weights_every and shape.model_type not in MIXTURES:
+        yield (
+            f"{section}.verify_weights_every = {verify_weights_every}: the checksums of an SGLang server are not known "
+            f"for a {shape.model_type} model (known: dense models and {', '.join(MIXTURES)}); set it to 0"
+        )
+
+
+def _expert_parallel_violations(
+    own: Mapping[str, Any], config: ServerConfig, shape: ModelShape, section: str, device: str
+) -> Iterator[str]:
+    tp_size = config.tensor_model_parallel_size
+    try:
+        experts = expert_parallel(own, tp_size)
+    except ValueError as error:
+        yield f"{section}.{error}"
+        return
+    ep_size = experts.ep_size
+    if experts.whole_shared_experts and device == "cpu":
+        yield (
+            f"{section}.engine_kwargs.sglang.moe_a2a_backend = deepep: DeepEP runs on GPUs alone; leave it out, or set "
+            "ep_size"
+        )
+    elif experts.whole_shared_experts and config.dtype != "bfloat16" and not own.get("quantization"):
+        yield (
+            f"{section}.dtype = {config.dtype}: with engine_kwargs.sglang.moe_a2a_backend=deepep SGLang has kernels "
+            "for experts in bfloat16 alone; set it to bfloat16"
+        )
+    elif tp_size % ep_size or shape.num_experts % ep_size:
+        yield (
+            f"{section}.engine_kwargs.sglang: {ep_size} ranges of experts (ep_size, or with moe_a2a_backend=deepep one "
+            f"for each rank) do not divide the server's {tp_size} ranks (tensor_model_parallel_size) and the model's "
+            f"{shape.num_experts} experts; set ep_size to one of {divisors_text(math.gcd(tp_size, shape.num_experts))}"
+        )
+
+
+def _cpu_arguments(config: ServerConfig, max_model_len: int) -> dict[str, Any]:
+    return {
+        "device": "cpu",
+        "attention_backend": ATTENTION_BACKEND,
+        "sampling_backend": "pytorch",
+        # Overlap hides host work behind the device's, but here both use the same cores.
+        "disable_overlap_schedule": True,
+        # Otherwise an idle scheduler polls without pause, which takes half a core from the trainer. With several ranks
+        # the others would still poll.
+        "sleep_on_idle": config.tensor_model_parallel_size == 1,
+        "mem_fraction_static": CPU_MEM_FRACTION_STATIC,
+        "max_total_tokens": config.max_num_seqs * (max_model_len + CONTEXT_SLACK),
+    }
+
+
+def _cpu_environment(tp_size: int) -> dict[str, str]:
+    # The machine may have a GPU that is not to be used.
+    env = {"CUDA_VISIBLE_DEVICES": ""} | shim_environment()
+    if allowed := os.environ.get("SGLANG_PLUGINS"):
+        # The user's list of plugins that SGLang may load; it needs the attention backend's too.
+        env["SGLANG_PLUGINS"] = f"{allowed},{PLUGIN}"
+    if tp_size > 1:
+        # One core per rank; otherwise SGLang needs a NUMA node for each.
+        cores = sorted(os.sched_getaffinity(0))
+        env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(tp_size))
+    return env
+
+
+def _flags(arguments: dict[str, Any]) -> list[str]:
+    flags: list[str] = []
+    for name, value in arguments.items():
+        if value is None or value is False:
+            continue
+        flags.append("--" + name.replace("_", "-"))
+        if value is not True:
+            flags += [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
+    return flags
+
+
+ENGINE = SGLangEngine()

@@ -1,0 +1,69 @@
+"""`Replica`, the address of a server, and `ClientSettings`, which create clients of it in any process."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from scalerl.rollout.servers.purpose import Purpose
+
+if TYPE_CHECKING:
+    import torch
+
+    from scalerl.rollout.servers.checksums import ExpectedChecksums
+    from scalerl.rollout.servers.client import RolloutClient
+
+
+@dataclass(frozen=True)
+class Replica:
+    """The address of a rollout server.  engine: name of its engine (`engines.ENGINES`).
+
+    tp_size: its ranks, each of which takes a copy of each bucket.  key: the key that its clients must have.
+    engine_kwargs: of its configuration.
+    """
+
+    url: str
+    engine: str
+    tp_size: int
+    key: str = field(repr=False)
+    engine_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
+
+    def expected_checksums(
+        self,
+        model_config: Mapping[str, Any],
+        dtype: torch.dtype | None = None,
+        ranks: Collection[int] | None = None,
+    ) -> ExpectedChecksums:
+        """What its server's checksums must be, as `Engine.expected_checksums`."""
+        from scalerl.rollout.servers.engines import ENGINES
+
+        return ENGINES[self.engine].expected_checksums(
+            model_config, self.tp_size, dtype, ranks, engine_kwargs=self.engine_kwargs
+        )
+
+
+@dataclass(frozen=True)
+class ClientSettings:
+    """The settings of all clients of a set of servers, in any process.
+
+    timeout_s, max_concurrency (samples in flight): from the configuration, so that neither has a default here.
+    """
+
+    purpose: Purpose
+    max_model_len: int
+    timeout_s: float
+    max_concurrency: int
+
+    def client(self, replica: Replica) -> RolloutClient:
+        from scalerl.rollout.servers.client import RolloutClient
+
+        return RolloutClient(
+            replica.url,
+            replica.engine,
+            key=replica.key,
+            max_model_len=self.max_model_len,
+            timeout_s=self.timeout_s,
+            max_concurrency=self.max_concurrency,
+            purpose=self.purpose,
+        )

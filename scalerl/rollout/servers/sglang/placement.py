@@ -1,0 +1,191 @@
+"""Places where SGLang stores the tensors of a model, dense or one of the mixtures in `placement_arguments.MIXTURES`.
+
+q, k, v and gate, up are fused, and a rank's experts of a layer are in two tensors; heads, MLP widths and vocabulary are
+divided over its ranks, experts too with expert parallelism. Of latent attention (DeepSeek-V3) the two down projections
+are fused, whole on every rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scalerl.models import FAMILIES
+from scalerl.rollout.servers.checksums import TensorPlace
+from scalerl.rollout.servers.sglang.placement_arguments import LATENT, MIXTURES, ExpertParallel
+
+# sglang.srt.layers.vocab_parallel_embedding.DEFAULT_VOCAB_PADDING_SIZE
+VOCAB_PADDING = 64
+# sglang.srt.configs.update_config.DEFAULT_MOE_PADDING_SIZE, for every MLP's inner width on one rank of a CPU server
+CPU_WIDTH_PADDING = 32
+
+# By HF module: (SGLang's fused module, position in it)
+FUSED = {
+    "q_proj": ("qkv_proj", 0),
+    "k_proj": ("qkv_proj", 1),
+    "v_proj": ("qkv_proj", 2),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
+LATENT_FUSED = {"q_a_proj": ("fused_qkv_a_proj_with_mqa", 0), "kv_a_proj_with_mqa": ("fused_qkv_a_proj_with_mqa", 1)}
+NUM_PARTS = {"qkv_proj": 3, "gate_up_proj": 2, "fused_qkv_a_proj_with_mqa": 2}
+# For an expert's gate, up and down matrix: (SGLang's tensor of a rank's experts, position, positions per expert)
+EXPERT_PLACES = (("w13_weight", 0, 2), ("w13_weight", 1, 2), ("w2_weight", 0, 1))
+NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Of a router; SGLang stores it in float32 whatever the model's dtype.
+ROUTER_BIAS = "e_score_correction_bias"
+
+_NAME = re.compile(r"^(?P<prefix>.*?)(?P<module>[a-z_]+)\.(?P<leaf>weight|bias|e_score_correction_bias)$")
+_EXPERT_NAME = re.compile(r"^(?P<prefix>.*\.experts\.)(?P<expert>\d+)\.(?P<part>[a-z0-9_]+)\.weight$")
+
+
+class SGLangPlacement:
+    """The `checksums.Placement` of an SGLang server."""
+
+    def __init__(self, model_config: Mapping[str, Any], num_ranks: int, experts: ExpertParallel | None = None) -> None:
+        """Reads the placement from model_config, the model's config.json.
+
+        experts: how the ranks share them; None: every rank has a part of each.
+        """
+        self._config, self.num_ranks, self._experts = model_config, num_ranks, experts or ExpertParallel()
+        family = FAMILIES.get(str(model_config.get("model_type")))
+        names = family.expert_names if family else ()
+        # Places by the last part of the name.
+        self._expert_parts = {name.rpartition(".")[2]: place for name, place in zip(names, EXPERT_PLACES, strict=False)}
+
+    def stored_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if name.endswith(ROUTER_BIAS) else dtype
+
+    def parts(self, name: str, tensor: Tensor, ranks: Sequence[int]) -> Iterator[tuple[int, TensorPlace, Tensor]]:
+        if self._config.get("tie_word_embeddings") and name == "lm_head.weight":
+            return
+        expert = _EXPERT_NAME.match(name)
+        if expert is not None and expert["part"] in self._expert_parts:
+            yield from self._parts_of_expert(expert, tensor, ranks)
+            return
+        place, cut = self._place(name)
+        for rank in ranks:
+            yield rank, place, self._shard(cut, tensor, rank)
+
+    def _parts_of_expert(
+        self, name: re.Match[str], tensor: Tensor, ranks: Sequence[int]
+    ) -> Iterator[tuple[int, TensorPlace, Tensor]]:
+        """Yields what `parts` does, of one expert; the ranks that have it are neighbours, which divide its width."""
+        fused, position, per_expert = self._expert_parts[name["part"]]
+        num_local, num_parts = self._num_experts // self._experts.ep_size, self.num_ranks // self._experts.ep_size
+        owner, number = divmod(int(name["expert"]), num_local)
+        place = TensorPlace(name["prefix"] + fused, number * per_expert + position, num_local * per_expert)
+        for rank in ranks:
+            ep_rank, part = divmod(rank, num_parts)
+            if ep_rank == owner:
+                yield rank, place, self._width_shard(tensor, 1 if fused == "w2_weight" else 0, part, num_parts)
+
+    def _place(self, name: str) -> tuple[TensorPlace, str]:
+        """The place of a tensor that is no expert's, and how it is divided over the ranks (see `_shard`)."""
+        match = _NAME.match(name)
+        is_latent = self._config.get("model_type") in LATENT
+        is_expert = _EXPERT_NAME.match(name) is not None
+        if match is None or is_expert or (match["leaf"] == ROUTER_BIAS and not is_latent):
+            raise ValueError(
+                f"expected checksums: no rule for the parameter {name!r} (dense models and {', '.join(MIXTURES)})"
+            )
+        module, leaf = match["module"], match["leaf"]
+        is_whole = self._experts.whole_shared_experts and match["prefix"].endswith(".shared_experts.")
+        rows, columns = ("whole", "whole") if is_whole else ("width_rows", "width_columns")
+        fused_modules = self._latent_fused if is_latent else FUSED
+        if module in fused_modules:
+            fused, position = fused_modules[module]
+            place = TensorPlace(f"{match['prefix']}{fused}.{leaf}", position, NUM_PARTS[fused])
+            cuts = {"q_proj": "rows", "k_proj": "kv_rows", "v_proj": "kv_rows"}
+            return place, "whole" if module in LATENT_FUSED else cuts.get(module, rows)
+        cuts = {"embed_tokens": "vocab", "lm_head": "vocab"}
+        if is_latent:
+            cuts |= dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj"), "rows")
+        if leaf == "weight":
+            cuts |= {"o_proj": "columns", "down_proj": columns}
+        return TensorPlace(name), cuts.get(module, "whole")
+
+    @property
+    def _latent_fused(self) -> dict[str, tuple[str, int]]:
+        """The fused modules of a model with latent attention; without q_lora_rank only those of its MLPs."""
+        mlp = {module: place for module, place in FUSED.items() if place[0] == "gate_up_proj"}
+        return mlp | LATENT_FUSED if self._config.get("q_lora_rank") else mlp
+
+    @property
+    def _num_experts(self) -> int:
+        for key in NUM_EXPERTS_KEYS:
+            if self._config.get(key):
+                return self._config[key]
+        raise ValueError(f"expected checksums: config.json of a mixture has none of {', '.join(NUM_EXPERTS_KEYS)}")
+
+    @property
+    def _num_kv_heads(self) -> int:
+        return self._config.get("num_key_value_heads") or self._config["num_attention_heads"]
+
+    def _shard(self, cut: str, tensor: Tensor, rank: int) -> Tensor:
+        if cut == "whole":
+            return tensor
+        if cut == "vocab":
+            return self._vocab_shard(tensor, rank)
+        if cut == "kv_rows":
+            return self._kv_shard(tensor, rank)
+        if cut.startswith("width"):
+            return self._width_shard(tensor, 1 if cut == "width_columns" else 0, rank, self.num_ranks)
+        return _slice(tensor, 1 if cut == "columns" else 0, rank, self.num_ranks)
+
+    def _vocab_shard(self, tensor: Tensor, rank: int) -> Tensor:
+        """A rank's rows of the vocabulary, which is padded with zeros at its end."""
+        vocab_size = self._config["vocab_size"]
+        padded = -(-vocab_size // VOCAB_PADDING) * VOCAB_PADDING
+        if padded % self.num_ranks:
+            padding = VOCAB_PADDING * self.num_ranks
+            padded = -(-vocab_size // padding) * padding
+        return _padded_slice(tensor, 0, rank, padded // self.num_ranks)
+
+    def _width_shard(self, tensor: Tensor, dim: int, index: int, count: int) -> Tensor:
+        """A part of an MLP's inner width, one of `count`.
+
+        On a CPU SGLang pads it with zeros at its end to a multiple for all ranks, however many have a part of it.
+        """
+        if tensor.is_cuda:
+            return _slice(tensor, dim, index, count)
+        padding = CPU_WIDTH_PADDING * self.num_ranks
+        return _padded_slice(tensor, dim, index, -(-tensor.shape[dim] // padding) * padding // count)
+
+    def _kv_shard(self, tensor: Tensor, rank: int) -> Tensor:
+        """A rank's key-value heads; with more ranks than heads each is on several ranks (GPU; on a CPU SGLang pads)."""
+        num_kv_heads, tp_size = self._num_kv_heads, self.num_ranks
+        if num_kv_heads >= tp_size:
+            return _slice(tensor, 0, rank, tp_size)
+        if not tensor.is_cuda or tp_size % num_kv_heads:
+            raise ValueError(
+                f"rollout.tensor_model_parallel_size={tp_size} does not divide num_key_value_heads={num_kv_heads}; "
+                f"set it to a divisor of {num_kv_heads}"
+            )
+        return _slice(tensor, 0, rank // (tp_size // num_kv_heads), num_kv_heads)
+
+
+def _slice(tensor: Tensor, dim: int, index: int, count: int) -> Tensor:
+    if tensor.shape[dim] % count:
+        raise ValueError(
+            f"a tensor of {tensor.shape[dim]} {'columns' if dim else 'rows'} cannot be cut over {count} ranks of the "
+            "rollout engine; set rollout.tensor_model_parallel_size to a divisor"
+        )
+    size = tensor.shape[dim] // count
+    return tensor.narrow(dim, index * size, size)
+
+
+def _padded_slice(tensor: Tensor, dim: int, index: int, size: int) -> Tensor:
+    """`size` rows or columns from index * size on, with zeros beyond the end of the tensor."""
+    start = min(index * size, tensor.shape[dim])
+    part = tensor.narrow(dim, start, min(size, tensor.shape[dim] - start))
+    lacking = size - part.shape[dim]
+    if not lacking:
+        return part
+    padding = list(part.shape)
+    padding[dim] = lacking
+    return torch.cat([part, part.new_zeros(padding)], dim)

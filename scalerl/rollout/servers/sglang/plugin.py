@@ -1,0 +1,80 @@
+"""SGLang plugin for a CPU, with scalerl's attention backend and a loop over experts that ranks share.
+
+SGLang calls `register` in each of its processes, before it reads its arguments. It finds it by the entry point beside
+the import stand-ins (`cpu_shim/*.dist-info`), so only if these are on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.layers.moe import MoeRunnerConfig
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+# Names of the entry point, and for SGLang's --attention-backend.
+PLUGIN = "scalerl_cpu"
+ATTENTION_BACKEND = "scalerl_cpu"
+
+
+def register() -> None:
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.server_args import add_attention_backend_choices
+
+    add_attention_backend_choices([ATTENTION_BACKEND])
+    register_attention_backend(ATTENTION_BACKEND)(_create_backend)
+    # SGLang assumes that triton works with every backend whose name it does not know.
+    HookRegistry.register("sglang.srt.utils.common.support_triton", _support_triton, HookType.REPLACE)
+    HookRegistry.register("sglang.srt.mem_cache.allocation.get_last_loc", _get_last_loc, HookType.REPLACE)
+    experts = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
+    HookRegistry.register(experts, _experts_of_this_rank, HookType.AROUND)
+
+
+def _create_backend(model_runner: ModelRunner) -> AttentionBackend:
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    from scalerl.rollout.servers.sglang.cpu_attention_backend import BatchedAttnBackend
+
+    # Otherwise SGLang computes the prompt's latent attention as for triton, whose keys and values are not in the cache.
+    AttentionBackendRegistry.register(ATTENTION_BACKEND, lambda *_: AttnForwardMethod.MLA)
+    return BatchedAttnBackend(model_runner)
+
+
+def _support_triton(backend: str) -> bool:
+    return False
+
+
+def _get_last_loc(*args: torch.Tensor) -> torch.Tensor:
+    from sglang.srt.mem_cache.allocation import get_last_loc_torch
+
+    return get_last_loc_torch(*args)
+
+
+def _experts_of_this_rank(
+    loop: Callable[..., torch.Tensor],
+    layer: FusedMoE,
+    hidden: torch.Tensor,
+    chosen: StandardTopKOutput,
+    config: MoeRunnerConfig,
+) -> torch.Tensor:
+    """SGLang's loop over experts, [tokens, hidden size], where its ranks share them.
+
+    The loop counts tokens by expert and has no place for -1, the number of each expert that another rank has. So each
+    pair of a token and an expert that is here becomes a token with one expert.
+    """
+    if layer.moe_ep_size == 1:
+        return loop(layer, hidden, chosen, config)
+    rows, columns = (chosen.topk_ids >= 0).nonzero(as_tuple=True)
+    output = hidden.new_zeros(hidden.shape)
+    if len(rows):
+        ids, weights = (chosen_of[rows, columns, None] for chosen_of in (chosen.topk_ids, chosen.topk_weights))
+        here = chosen._replace(topk_ids=ids, topk_weights=weights)
+        output.index_add_(0, rows, loop(layer, hidden[rows], here, config))
+    return output

@@ -1,3 +1,0 @@
-"""Hides Megatron in a rollout server, where SGLang's debugging aid would import it, which takes six seconds."""
-
-raise ImportError("a rollout server has no trainer, so no megatron (scalerl/servers/sglang/cpu_shim)")

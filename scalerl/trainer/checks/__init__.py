@@ -1,0 +1,1 @@
+"""Checks of a run before a device is held; `preflight` makes them."""

@@ -1,0 +1,277 @@
+"""`RLWorker`: a trainer rank of reinforcement learning, with forward passes, updates and weights for the servers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from scalerl.batch.data_proto import DataProto, Jagged
+from scalerl.cluster.dispatch import Dispatch, MicroBatches, Result, register
+from scalerl.rollout.sync.weight_source import WeightSource
+from scalerl.tracking.metrics import Metric
+from scalerl.trainer.ranks.worker import MegatronWorker, flat, phase
+
+if TYPE_CHECKING:
+    from scalerl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, RolloutCorrectionConfig
+    from scalerl.rollout.sync.order import SyncOrder
+
+
+class RLWorker(MegatronWorker, WeightSource):
+    """A trainer rank with the actor and, in the same process, any of critic, reference and reward model."""
+
+    def leave(self) -> None:
+        if self.weight_sync is not None:
+            self.weight_sync.close()
+        super().leave()
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    @phase("old_log_prob", "params", reads=True)
+    def compute_log_prob(
+        self,
+        shard: DataProto,
+        micro_batches: MicroBatches,
+        *,
+        temperature: float,
+        correction: RolloutCorrectionConfig,
+        config: ActorConfig,
+    ) -> Result:
+        """Computes column old_logprobs, the policy's entropy, and how far it is from the sampler; with a correction
+        rollout_is_weights, loss_mask and num_loss_tokens too. config: how the entropy is aggregated."""
+        outputs = self.engines["actor"].logprobs(shard, flat(micro_batches), temperature=temperature)
+        return self._compared(shard, outputs, correction, config)
+
+    def _compared(
+        self,
+        shard: DataProto,
+        outputs: Mapping[str, Jagged],
+        correction: RolloutCorrectionConfig,
+        config: ActorConfig,
+    ) -> Result:
+        """The result of compute_log_prob.  outputs: of `MegatronEngine.logprobs`, by the step's first weights."""
+        if not outputs:
+            return {}, None
+        from scalerl.algorithms import aggregated
+
+        columns, mask = DataProto({"old_logprobs": outputs["logprobs"]}), shard.tokens["response_mask"]
+        entropy_T = outputs["entropy"].values.cpu()
+        how = (config.loss_agg_mode, config.loss_scale_factor)
+        metrics = {"actor/entropy_loss": aggregated(entropy_T, mask.values, mask.cu_seqlens, *how)}
+        if "rollout_logprobs" in shard.tokens:
+            from scalerl.trainer.ranks.logprob_mismatch import compare_log_probs
+
+            both = shard.union(columns)
+            compared, corrected = compare_log_probs(both, correction, group=self.groups.dp, device=self.device)
+            metrics, columns = metrics | compared, columns.union(corrected)
+        # Other tp and cp ranks have the same values.
+        is_first = self.groups.coordinates.tp_rank == self.groups.coordinates.cp_rank == 0
+        return metrics if is_first else {}, columns
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def find_worst_tokens(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
+        """Computes the sample columns of `logprob_mismatch.worst_tokens` from rollout_logprobs and old_logprobs."""
+        from scalerl.trainer.ranks.logprob_mismatch import worst_tokens
+
+        return {}, DataProto(samples=worst_tokens(shard))
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    @phase("ref", "params", role="ref", reads=True)
+    def compute_ref_log_prob(self, shard: DataProto, micro_batches: MicroBatches, *, temperature: float) -> Result:
+        """Computes column ref_logprobs."""
+        outputs = self.engines["ref"].logprobs(shard, flat(micro_batches), temperature=temperature)
+        return {}, DataProto({"ref_logprobs": outputs["logprobs"]}) if outputs else None
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    @phase("values", "params", role="critic", reads=True)
+    def compute_values(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
+        """Computes column values."""
+        outputs = self.engines["critic"].values(shard, flat(micro_batches))
+        return {}, DataProto(outputs) if outputs else None
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    @phase("reward_model", "params", role="reward_model", reads=True)
+    def compute_scores(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
+        """Computes sample column scores: the reward model's output after the last token."""
+        outputs = self.engines["reward_model"].scores(shard, flat(micro_batches))
+        return {}, DataProto(samples={"scores": outputs["scores"].cpu().numpy()}) if outputs else None
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def sum_reward_kl(self, shard: DataProto, micro_batches: MicroBatches, *, kind: str, old_logprobs: str) -> Result:
+        """Computes sample column reward_kl, a sum over sampled tokens. old_logprobs: name of the policy's column."""
+        from scalerl.trainer.ranks.run_estimators import reward_kl, sums_of_rows
+
+        sums = sums_of_rows(reward_kl(shard, kind, old_logprobs=old_logprobs))
+        return {}, DataProto(samples={"reward_kl": sums})
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def compute_advantages(
+        self,
+        shard: DataProto,
+        micro_batches: MicroBatches,
+        *,
+        config: AlgorithmConfig,
+        kl: tuple[float, str] | None,
+    ) -> Result:
+        """Computes columns advantages and returns of single tokens (`run_estimators.token_advantages`)."""
+        from scalerl.trainer.ranks.run_estimators import token_advantages
+
+        metrics, columns = token_advantages(shard, config, kl, group=self.groups.dp, device=self.device)
+        is_first = not (
+            self.groups.coordinates.tp_rank or self.groups.coordinates.cp_rank or self.groups.coordinates.pp_rank
+        )
+        return metrics if is_first else {}, columns
+
+    @register(Dispatch.DP_COMPUTE_PROTO, with_reading=True)
+    @phase("update_actor")
+    def update_actor(
+        self,
+        shard: DataProto,
+        micro_batches: MicroBatches,
+        *,
+        config: ActorConfig,
+        temperature: float,
+        totals: list[dict[str, int]],
+        bypass_mode: bool,
+    ) -> Result:
+        """Updates the actor: ppo_epochs passes over the mini-batches, one optimizer update each; none for a mini-batch
+        that the correction rejected entirely.
+
+        totals[mini-batch]: num_loss_tokens and num_sequences of the whole mini-batch, over all dp ranks.
+        bypass_mode: the sampler's log-probs are the old ones.
+        """
+        from scalerl.algorithms import PolicyObjective, policy_loss_needs
+        from scalerl.algorithms.losses import SELECTED
+
+        shard = _with_advantages(shard)
+        if bypass_mode:
+            shard = shard.union(DataProto({"old_logprobs": shard.tokens["rollout_logprobs"]}))
+        corrected = "loss_mask" in shard.tokens
+        # The counts are those of all ranks, so that all of them leave the same ones out.
+        kept = [index for index, total in enumerate(totals) if total["num_loss_tokens"] or not corrected]
+        mini_batches, kept_totals = [micro_batches[index] for index in kept], [totals[index] for index in kept]
+        if SELECTED in policy_loss_needs(config.policy_loss.loss_mode):
+            from scalerl.trainer.ranks.run_estimators import selected_tokens_column
+
+            selected = selected_tokens_column(
+                shard,
+                mini_batches,
+                config.policy_loss,
+                kept_totals,
+                mask="loss_mask" if corrected else "response_mask",
+                group=self.groups.dp,
+                device=self.device,
+            )
+            shard = shard.union(DataProto({SELECTED: selected}))
+        updates = self._update(
+            "actor",
+            shard,
+            mini_batches,
+            config.ppo_epochs,
+            kept_totals,
+            functools.partial(PolicyObjective, corrected=corrected),
+            config,
+            temperature=temperature,
+        )
+        metrics = self.update_metrics(updates, "actor")
+        if metrics and corrected:
+            num_rejected = (len(totals) - len(kept)) * config.ppo_epochs
+            metrics["actor/rejected_updates"] = Metric(float(num_rejected), "max")
+        return metrics, None
+
+    @register(Dispatch.DP_COMPUTE_PROTO, with_reading=True)
+    @phase("update_actor")
+    def evaluate_and_update_actor(
+        self,
+        shard: DataProto,
+        micro_batches: MicroBatches,
+        *,
+        config: ActorConfig,
+        temperature: float,
+        totals: list[dict[str, int]],
+    ) -> Result:
+        """Does compute_log_prob and update_actor in one forward pass, for a step of one update without a correction.
+
+        The old log-probs are the update's own, bit for bit what a pass before it would give.
+        """
+        import torch
+
+        from scalerl.algorithms import PolicyObjective
+        from scalerl.config.schema import RolloutCorrectionConfig
+
+        (mini_batch,), (total,) = micro_batches, totals
+        objective = PolicyObjective(config, total["num_loss_tokens"], total["num_sequences"])
+        updated, outputs = self.engines["actor"].logprobs_and_update(
+            _with_advantages(shard), mini_batch, objective, temperature=temperature
+        )
+        # As in `_update`.
+        torch.cuda.empty_cache()
+        metrics, columns = self._compared(shard, outputs, RolloutCorrectionConfig(), config)
+        return metrics | self.update_metrics([updated], "actor"), columns
+
+    @register(Dispatch.DP_COMPUTE_PROTO, with_reading=True)
+    @phase("update_critic", role="critic")
+    def update_critic(
+        self, shard: DataProto, micro_batches: MicroBatches, *, config: CriticConfig, totals: list[dict[str, int]]
+    ) -> Result:
+        """Updates the critic, as update_actor does the actor, on the columns values and returns."""
+        from scalerl.algorithms import ValueObjective
+
+        updates = self._update("critic", shard, micro_batches, config.ppo_epochs, totals, ValueObjective, config)
+        return self.update_metrics(updates, "critic"), None
+
+    def _update(
+        self,
+        role: str,
+        shard: DataProto,
+        micro_batches: MicroBatches,
+        num_epochs: int,
+        totals: list[dict[str, int]],
+        objective: Callable,
+        config: ActorConfig | CriticConfig,
+        **kwargs: Any,
+    ) -> list[dict[str, float]]:
+        """Makes one optimizer update per epoch and mini-batch."""
+        import torch
+
+        updates = []
+        for _ in range(num_epochs):
+            for mini_batch, total in zip(micro_batches, totals, strict=True):
+                updates.append(self.engines[role].update(shard, mini_batch, objective(config, **total), **kwargs))
+        # The rollout server, which takes the device next, cannot use memory that torch keeps for reuse.
+        torch.cuda.empty_cache()
+        return updates
+
+    @register(Dispatch.ONE_TO_ALL, with_reading=True)
+    def sync_weights(
+        self,
+        policy_version: int,
+        *,
+        verify: bool,
+        orders: Mapping[int, SyncOrder] | None = None,
+        raise_errors: bool = True,
+        with_memory: bool = False,
+    ) -> dict[str, Any]:
+        """Sends the trainer's weights to the servers by `WeightSync.sync`, and returns its report.
+
+        with_memory: the report also has the memory metrics of this rank, as `memory`.
+        """
+        report = self._sync(policy_version, verify=verify, orders=orders, raise_errors=raise_errors)
+        return report | {"memory": self.memory()} if with_memory else report
+
+    @phase("update_weights", "params", reads=True)
+    def _sync(self, policy_version: int, **options: Any) -> dict[str, Any]:
+        assert self.weight_sync is not None, "no servers are connected"
+        return self.weight_sync.sync(policy_version, **options)
+
+
+def _with_advantages(shard: DataProto) -> DataProto:
+    """The shard with advantages of tokens: those of a sample on every token of it, unless tokens have their own."""
+    import torch
+
+    if "advantages" in shard.tokens:
+        return shard
+    ids = shard.tokens["input_ids"]
+    values = torch.as_tensor(shard.samples["advantages"].astype(np.float32))
+    return shard.union(DataProto({"advantages": Jagged(values.repeat_interleave(ids.lengths), ids.cu_seqlens)}))

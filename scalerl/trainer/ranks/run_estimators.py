@@ -1,0 +1,122 @@
+"""Rewards and advantages of single tokens on one data-parallel rank, and the tokens that a loss singles out.
+
+S rows, T tokens. The shard holds whole samples; `group` are the data-parallel ranks, all of which call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from scalerl.algorithms import (
+    get_adv_estimator,
+    kl_penalty_forward,
+    rewards_at_last_token,
+    select_tokens,
+    token_keys,
+    whiten_selected,
+)
+from scalerl.batch.data_proto import DataProto, Jagged
+from scalerl.config.schema import AlgorithmConfig, PolicyLossConfig
+from scalerl.tracking.metrics import Metric, explained_variance_sums, token_stat_sums
+
+# What names a sample on every layout.
+SAMPLE_NAMES = ("prompt_uid", "uid", "sample_index")
+
+
+def reward_kl(shard: DataProto, kind: str, *, old_logprobs: str) -> Jagged:
+    """KL of each sampled token to the reference, 0 at the others.
+
+    old_logprobs: name of the column with the policy's log-probs.
+    """
+    mask, old, ref = (shard.tokens[name] for name in ("response_mask", old_logprobs, "ref_logprobs"))
+    kl_T = kl_penalty_forward(old.values, ref.values, kind)
+    return Jagged(torch.where(mask.values != 0, kl_T, 0.0), mask.cu_seqlens)
+
+
+def sums_of_rows(column: Jagged) -> np.ndarray:
+    """The sum of each row, [S] float64."""
+    before = torch.cat([torch.zeros(1, dtype=torch.float64), column.values.double().cumsum(0)])
+    return before[column.cu_seqlens].diff().numpy()
+
+
+def token_advantages(
+    shard: DataProto, config: AlgorithmConfig, kl: tuple[float, str] | None, *, group: dist.ProcessGroup, device: str
+) -> tuple[dict[str, Metric], DataProto]:
+    """Computes columns advantages and returns by an estimator of single tokens, and metrics to merge over the group.
+
+    A sample's reward is that of its last sampled token. kl: (its weight, name of the policy's log-probs), if the
+    KL is subtracted from every token's reward.  device: where collectives run.
+    A failed sample is in no mean and variance, the critic learns nothing from it (its returns are its values), and its
+    advantages are at most 0, and no lower than the lowest of the other samples.
+    """
+    estimator = get_adv_estimator(config.adv_estimator)
+    mask = shard.tokens["response_mask"]
+    rewards_S = torch.as_tensor(shard.samples["rewards"].astype(np.float32))
+    failed_T = torch.tensor(shard.samples["reward_failed"], dtype=torch.bool).repeat_interleave(mask.lengths)
+    counted_T = (mask.values != 0) & ~failed_T
+    rewards_T = rewards_at_last_token(rewards_S, mask.values, mask.cu_seqlens)
+    if kl is not None:
+        coef, old_logprobs = kl
+        rewards_T = rewards_T - coef * reward_kl(shard, config.kl_penalty, old_logprobs=old_logprobs).values
+    columns = {name: _column(shard, name) for name in estimator.needs}
+    advantages_T, returns_T = estimator(rewards_T, mask.values, mask.cu_seqlens, config, **columns)
+    if estimator.whiten:
+        advantages_T = whiten_selected(
+            advantages_T.to(device), mask.values.to(device), counted=counted_T.to(device), group=group
+        ).cpu()
+    lowest = torch.cat([advantages_T.new_zeros(1), advantages_T[counted_T]]).amin().to(device)
+    dist.all_reduce(lowest, dist.ReduceOp.MIN, group=group)
+    advantages_T = torch.where(failed_T, advantages_T.clamp(lowest.cpu(), lowest.new_zeros(()).cpu()), advantages_T)
+    if "values" in columns:
+        returns_T = torch.where(failed_T & (mask.values != 0), columns["values"], returns_T)
+    stats = {"advantages": advantages_T, "returns": returns_T}
+    metrics = {}
+    if "values" in columns:
+        metrics |= explained_variance_sums(columns["values"], returns_T, counted_T)
+        stats["values"] = columns["values"]
+    for name, values_T in stats.items():
+        metrics |= token_stat_sums(f"critic/{name}", values_T, mask.values)
+    token_columns = {"advantages": advantages_T, "returns": returns_T}
+    return metrics, DataProto({name: Jagged(values_T, mask.cu_seqlens) for name, values_T in token_columns.items()})
+
+
+def _column(shard: DataProto, name: str) -> Tensor:
+    """[T] of a token column, or [S] of a sample column."""
+    return shard.tokens[name].values if name in shard.tokens else torch.tensor(shard.samples[name])
+
+
+def selected_tokens_column(
+    shard: DataProto,
+    micro_batches: Sequence[Sequence[Sequence[int]]],
+    config: PolicyLossConfig,
+    totals: list[dict[str, int]],
+    *,
+    mask: str,
+    group: dist.ProcessGroup,
+    device: str,
+) -> Jagged:
+    """Marks the tokens that clip_cov and kl_cov single out in mini-batches of all ranks (`covariance.select_tokens`).
+
+    micro_batches[mini-batch][micro-batch]: positions in the shard's rows.  mask: name of the loss tokens' column.
+    """
+    masks = shard.tokens[mask]
+    names = zip(*(shard.samples[name].tolist() for name in SAMPLE_NAMES), strict=True)
+    old_logprobs, advantages = shard.tokens["old_logprobs"].values, shard.tokens["advantages"].values
+    keys_T = token_keys(list(names), masks.cu_seqlens)
+    selected_T = torch.zeros(len(masks.values), dtype=torch.bool)
+    for mini_batch, total in zip(micro_batches, totals, strict=True):
+        chosen_S = torch.zeros(len(shard), dtype=torch.bool)
+        chosen_S[[row for rows in mini_batch for row in rows]] = True
+        chosen_T = chosen_S.repeat_interleave(masks.lengths)
+        old_M, advantages_M, mask_M, keys_M = (
+            column[chosen_T].to(device) for column in (old_logprobs, advantages, masks.values, keys_T)
+        )
+        selected_T[chosen_T] = select_tokens(
+            old_M, advantages_M, mask_M, keys_M, config, total["num_loss_tokens"], group=group
+        ).cpu()
+    return Jagged(selected_T, masks.cu_seqlens)

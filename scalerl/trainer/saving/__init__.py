@@ -1,0 +1,1 @@
+"""Saves of a run, and where it resumes."""

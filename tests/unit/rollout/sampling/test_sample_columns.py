@@ -1,0 +1,111 @@
+"""Samples of the server + their prompts + their scores -> the step's columns."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from scalerl.batch.data_proto import DataProto
+from scalerl.data import PromptRow
+from scalerl.rewards.manager import ScoreResult
+from scalerl.rollout.program import Trajectory
+from scalerl.rollout.sampling.draws import sampling_of
+from scalerl.rollout.sampling.sample_columns import to_batch
+from scalerl.rollout.servers.client import GenerateOutput, SamplingParams
+
+
+def prompt(uid: int, ids: list[int], before: int | None = None) -> PromptRow:
+    return PromptRow(
+        uid, ids, before or len(ids), f"source {uid}", "truth", {}, [{"role": "user", "content": "?"}], "rule"
+    )
+
+
+KEYS = [(0, 0), (0, 1), (1, 0)]
+
+
+def batch() -> DataProto:
+    """Position 0 of the step is prompt 30, position 1 prompt 10; two samples of the first, one of which has a tool's
+    answer between two turns."""
+    prompts = [prompt(30, [1, 2]), prompt(30, [1, 2]), prompt(10, [3, 4, 5], before=9)]
+    trajectories = [Trajectory(uid, index, prompts[row].input_ids, 9) for row, (uid, index) in enumerate(KEYS)]
+    trajectories[0].parts.append(GenerateOutput("0/0", 0, [7, 8, 9], [-0.5, -1.5, -2.5], "stop", 4, ((0, 4), (1, 6))))
+    trajectories[1].parts.append(GenerateOutput("0/0", 1, [6], [-0.25], "stop", 4))
+    trajectories[1].observe([5, 5])
+    trajectories[1].parts.append(GenerateOutput("0/1", 0, [8, 9], [-0.75, -1.25], "length", 5))
+    trajectories[2].parts.append(GenerateOutput("1/0", 0, [], [], "length", 5))
+    results = [ScoreResult(1.0, {"acc": 1}, penalty=-0.5), ScoreResult(0.0, {}), ScoreResult(0.0, {}, error="raised")]
+    return to_batch(trajectories, prompts, results, seeds=[11, 12, 2**63 - 1])
+
+
+def test_a_prompt_may_ask_for_its_own_sampling() -> None:
+    base = SamplingParams(8, temperature=0.7)
+    plain = prompt(3, [1, 2])
+    asking = dataclasses.replace(plain, extra_info={"sampling": {"max_new_tokens": 2, "temperature": None}})
+    hot = dataclasses.replace(plain, extra_info={"sampling": {"temperature": 1.5}})
+    assert sampling_of("train", plain, base) == base
+    assert sampling_of("train", asking, base) == SamplingParams(2, temperature=0.7)
+    assert sampling_of("val", hot, base) == SamplingParams(8, temperature=1.5)
+    # What samples are compared with is greedy, whatever the prompt wants for its samples.
+    assert sampling_of("train", asking, SamplingParams(8, temperature=0.0)) == SamplingParams(2, temperature=0.0)
+    with pytest.raises(ValueError, match=r"train prompt 3: extra_info.sampling.temperature is 1.5, the run trains at"):
+        sampling_of("train", hot, base)
+
+
+def test_token_columns() -> None:
+    tokens = batch().tokens
+    assert [tokens["input_ids"][row].tolist() for row in range(3)] == [
+        [1, 2, 7, 8, 9],
+        [1, 2, 6, 5, 5, 8, 9],
+        [3, 4, 5],
+    ]
+    assert [tokens["response_mask"][row].tolist() for row in range(3)] == [
+        [False, False, True, True, True],
+        [False, False, True, False, False, True, True],
+        [False, False, False],
+    ]
+    # At position t the log-prob of token t: the prompt has none.
+    assert [tokens["rollout_logprobs"][row].tolist() for row in range(3)] == [
+        [0.0, 0.0, -0.5, -1.5, -2.5],
+        [0.0, 0.0, -0.25, 0.0, 0.0, -0.75, -1.25],
+        [0.0, 0.0, 0.0],
+    ]
+    # An interrupted sample went on under version 6.
+    assert [tokens["policy_versions"][row].tolist() for row in range(3)] == [
+        [-1, -1, 4, 6, 6],
+        [-1, -1, 4, -1, -1, 5, 5],
+        [-1, -1, -1],
+    ]
+    assert [str(tokens[name].values.dtype) for name in ("input_ids", "response_mask", "rollout_logprobs")] == [
+        "torch.int64",
+        "torch.bool",
+        "torch.float32",
+    ]
+
+
+def test_sample_columns() -> None:
+    samples = batch().samples
+    assert {name: column.tolist() for name, column in samples.items()} == {
+        # Groups are by position: a prompt that comes twice in a step makes two.
+        "uid": [0, 0, 1],
+        "prompt_uid": [30, 30, 10],
+        "sample_index": [0, 1, 0],
+        "seed": [11, 12, 2**63 - 1],
+        "prompt_length": [2, 2, 3],
+        "prompt_length_before": [2, 2, 9],
+        "response_length": [3, 5, 0],
+        "num_sampled_tokens": [3, 3, 0],
+        "num_turns": [1, 2, 1],
+        "score": [1.0, 0.0, 0.0],
+        "reward_failed": [False, False, True],
+        "reward_penalty": [-0.5, 0.0, 0.0],
+        "policy_version": [4, 4, 5],
+        "finish_reason": ["stop", "length", "length"],
+        "data_source": ["source 30", "source 30", "source 10"],
+        "reward_style": ["rule", "rule", "rule"],
+        "reward_extra": [{"acc": 1}, {}, {}],
+        "reward_error": ["", "", "raised"],
+    }
+    assert samples["score"].dtype == "float64"
+    # Strings as objects: numpy's fixed-width strings would be as wide as the longest.
+    assert all(samples[name].dtype == object for name in ("finish_reason", "data_source", "reward_extra"))

@@ -1,0 +1,140 @@
+"""All servers are asked at the same time; one that refuses is told by its index; only what was asked for is undone."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from scalerl.rollout.servers.cache_size import small_caches
+from scalerl.rollout.servers.control import ServerControl
+from scalerl.rollout.servers.engines.protocol import CacheSize
+from scalerl.rollout.servers.purpose import POLICY
+from scalerl.rollout.servers.replica import ClientSettings, Replica
+
+NUM_SERVERS = 3
+TOGETHER_S = 20.0
+
+
+class Server(ThreadingHTTPServer):
+    """Answers a command when as many servers as `together` counts have got one."""
+
+    def __init__(self, together: threading.Barrier) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.together: threading.Barrier | None = together
+        self.asked: list[str] = []
+        self.refuses = False
+
+    @property
+    def replica(self) -> Replica:
+        return Replica(f"http://127.0.0.1:{self.server_address[1]}", "sglang", 1, "a key")
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(" ".join([self.path, *body.get("tags", [])]))
+        if self.server.together is not None:
+            self.server.together.wait(TOGETHER_S)
+        self._answer(500 if self.server.refuses else 200)
+
+    def do_GET(self) -> None:
+        if self.server.together is not None:
+            self.server.together.wait(TOGETHER_S)
+        self._answer(503 if self.server.refuses else 200, b'{"max_total_num_tokens": 48}')
+
+    def _answer(self, status: int, body: bytes = b"{}") -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def servers() -> Iterator[list[Server]]:
+    together = threading.Barrier(NUM_SERVERS)
+    with ExitStack() as stack:
+        started = [stack.enter_context(Server(together)) for _ in range(NUM_SERVERS)]
+        for server in started:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            stack.callback(server.shutdown)
+        yield started
+
+
+@pytest.fixture
+def control(servers: list[Server]) -> ServerControl:
+    settings = ClientSettings(POLICY, max_model_len=100, timeout_s=TOGETHER_S, max_concurrency=1)
+    return ServerControl(settings, [server.replica for server in servers])
+
+
+def asked(servers: list[Server]) -> list[list[str]]:
+    requests = [list(server.asked) for server in servers]
+    for server in servers:
+        server.asked.clear()
+    return requests
+
+
+def test_all_are_asked_at_the_same_time(servers: list[Server], control: ServerControl) -> None:
+    assert control.pause() == {}
+    assert control.continue_generation() == {}
+    assert asked(servers) == [["/pause_generation", "/continue_generation"]] * NUM_SERVERS
+    assert control.continue_generation() == {}
+    assert asked(servers) == [[]] * NUM_SERVERS, "nothing was paused"
+
+
+def test_the_sizes_of_all_caches_are_asked_at_the_same_time(control: ServerControl) -> None:
+    assert control.cache_sizes(range(NUM_SERVERS)) == dict.fromkeys(range(NUM_SERVERS), CacheSize(48))
+    assert list(small_caches(control, range(NUM_SERVERS), 48)) == []
+    assert [said.split(" (")[0] for said in small_caches(control, range(NUM_SERVERS), 49)] == [
+        f"rollout server {index}" for index in range(NUM_SERVERS)
+    ]
+
+
+def test_one_that_refuses_is_named(servers: list[Server], control: ServerControl) -> None:
+    servers[1].refuses = True
+    failed = control.pause()
+    assert list(failed) == [1] and servers[1].replica.url in failed[1]
+
+
+def test_what_was_released_comes_back(servers: list[Server], control: ServerControl) -> None:
+    assert control.release("kv_cache") == {}
+    for server in servers:
+        server.together = None
+    assert control.release("weights", skip=[0]) == {}
+    assert control.resume("weights") == {} == control.resume("kv_cache")
+    kv, weights = (
+        [f"/{verb}_memory_occupation {tags}" for verb in ("release", "resume")]
+        for tags in ("kv_cache", "weights cuda_graph")
+    )
+    # A scheduler that is still busy with the last sample would die of the release.
+    kv.insert(0, "/flush_cache?timeout=10")
+    both = [*kv[:2], *weights, kv[2]]
+    assert asked(servers) == [kv, both, both]
+
+
+def test_a_successor_has_all_its_memory_and_is_not_paused(servers: list[Server], control: ServerControl) -> None:
+    control.pause()
+    control.release("kv_cache")
+    control.put(2, servers[2].replica)
+    asked(servers)
+    for server in servers:
+        server.together = None
+    control.continue_generation()
+    control.resume("kv_cache")
+    assert asked(servers) == [["/continue_generation", "/resume_memory_occupation kv_cache"]] * 2 + [[]]
+
+
+def test_health_is_asked_of_those_that_are_named(control: ServerControl, servers: list[Server]) -> None:
+    servers[2].shutdown()
+    servers[2].server_close()
+    servers[0].together = None
+    assert control.are_well([0, 2]) == {0: True, 2: False}

@@ -1,0 +1,97 @@
+"""Which columns the ranks get for a pass: those that it reads, whatever else the driver holds of a sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scalerl.batch import StepPlan
+from scalerl.cluster.batch import TOKENS, PlacedBatch, ShardedBatch
+from scalerl.cluster.dispatch import Collected
+from scalerl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, PolicyLossConfig
+from scalerl.trainer.ranks.roles import (
+    MegatronActor,
+    MegatronCritic,
+    MegatronReference,
+    MegatronRewardModel,
+)
+
+NAMES = {"prompt_uid", "uid", "sample_index"}
+
+
+class Ranks:
+    """In the place of a group of two ranks, which answer every call. got: the names of its sample columns."""
+
+    def __init__(self) -> None:
+        self.got: list[set[str]] = []
+
+    def call(self, method: Any, shards: ShardedBatch, **kwargs: Any) -> Collected:
+        self.got.append(set(shards.shard_samples(0)))
+        samples = {name: np.zeros(4) for name in ("scores", "reward_kl")}
+        return Collected({}, samples, ["of rank 0", "of rank 1"])
+
+
+@pytest.fixture
+def ranks() -> Any:
+    return Ranks()
+
+
+@pytest.fixture
+def batch() -> PlacedBatch:
+    plan = StepPlan(((((0, 1),),), (((2, 3),),)), (1,))
+    names = (
+        *NAMES,
+        "score",
+        "rewards",
+        "reward_failed",
+        "baseline_score",
+        "num_sampled_tokens",
+        "reward_extra",
+        "finish_reason",
+    )
+    placed = PlacedBatch(
+        {name: np.arange(4) for name in names}, dict.fromkeys(("actor", "ref", "critic", "reward_model"), plan)
+    )
+    return placed.with_column(TOKENS, "actor", ("ids 0", "ids 1"))
+
+
+def test_forward_passes_get_no_column_of_samples(ranks: Any, batch: PlacedBatch) -> None:
+    actor, critic = MegatronActor(ranks, ActorConfig(), 1.0), MegatronCritic(ranks, CriticConfig())
+    batch, _ = actor.logprobs(batch)
+    batch, _ = MegatronReference(ranks, 1.0).logprobs(batch)
+    batch, _ = critic.values(batch)
+    MegatronRewardModel(ranks).scores(batch)
+    actor.worst_tokens(batch)
+    actor.reward_kl(batch, "kl")
+    assert ranks.got == [set()] * 6
+
+
+@pytest.mark.parametrize(
+    ("estimator", "kl_coef", "got"),
+    [("gae", None, set()), ("gae", 0.1, set()), ("remax", None, {"baseline_score"})],
+)
+def test_an_estimator_of_tokens_gets_what_it_needs(
+    ranks: Any, batch: PlacedBatch, estimator: str, kl_coef: float | None, got: set[str]
+) -> None:
+    actor = MegatronActor(ranks, ActorConfig(), 1.0)
+    for name in ("values", "old_logprobs", "ref_logprobs"):
+        batch = batch.with_column(name, "actor", ("0", "1"))
+    actor.token_advantages(batch, AlgorithmConfig(adv_estimator=estimator), kl_coef=kl_coef)
+    assert ranks.got == [{"rewards", "reward_failed"} | got]
+
+
+@pytest.mark.parametrize(("loss_mode", "names"), [("vanilla", set()), ("clip_cov", NAMES)])
+def test_an_update_gets_the_advantages_and_what_its_loss_needs(
+    ranks: Any, batch: PlacedBatch, loss_mode: str, names: set[str]
+) -> None:
+    """Of samples or of tokens, by what made them."""
+    config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode=loss_mode))
+    actor = MegatronActor(ranks, config, 1.0)
+    batch = batch.with_column("old_logprobs", "actor", ("0", "1"))
+    actor.update(batch.with_samples(advantages=np.zeros(4)))
+    of_tokens = batch.with_column("advantages", "actor", ("0", "1")).with_column("values", "critic", ("0", "1"))
+    actor.update(of_tokens)
+    MegatronCritic(ranks, CriticConfig()).update(of_tokens)
+    assert ranks.got == [{"advantages"} | names, names, set()]

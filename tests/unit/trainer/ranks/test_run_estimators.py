@@ -1,0 +1,156 @@
+"""KL in the reward and token-level advantages of one rank's rows, against loops over the samples."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from scalerl.batch.data_proto import DataProto, Jagged
+from scalerl.config.schema import AlgorithmConfig, PolicyLossConfig
+from scalerl.tracking.metrics import explained_variance_metrics, to_floats
+from scalerl.trainer.ranks.run_estimators import reward_kl, selected_tokens_column, sums_of_rows, token_advantages
+
+# Of each row: policy's and reference's log-prob and mask of its tokens; one without a sampled token.
+ROWS = [
+    ([0.0, -1.0, -2.0, -0.5], [0.0, -1.5, -1.0, -0.5], [0, 1, 1, 1]),
+    ([0.0, 0.0, -3.0, -9.0, -1.0], [math.nan, math.nan, -1.0, math.nan, -2.0], [0, 0, 1, 0, 1]),
+    ([0.0, 0.0], [0.0, 0.0], [0, 0]),
+]
+SCORES = [1.0, -0.5, 2.0]
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory):
+    store = tmp_path_factory.mktemp("store") / "file"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def shard() -> DataProto:
+    columns = {
+        name: Jagged.from_list([row[at] for row in ROWS], kind)
+        for at, (name, kind) in enumerate(
+            [("old_logprobs", torch.float32), ("ref_logprobs", torch.float32), ("response_mask", torch.bool)]
+        )
+    }
+    samples = {"rewards": np.array(SCORES), "reward_failed": np.zeros(3, bool)} | {
+        name: np.arange(3) for name in ("uid", "prompt_uid", "sample_index")
+    }
+    return DataProto(columns, samples)
+
+
+def test_kl_of_each_row():
+    kl = reward_kl(shard(), "k1", old_logprobs="old_logprobs")
+    assert kl.values.tolist() == [0, 0.5, -1.0, 0, 0, 0, -2.0, 0, 1.0, 0, 0]
+    assert sums_of_rows(kl).tolist() == [-0.5, -1.0, 0.0]
+    assert sums_of_rows(reward_kl(shard(), "abs", old_logprobs="old_logprobs")).tolist() == [1.5, 3.0, 0.0]
+
+
+def test_the_kl_is_taken_off_every_token_and_the_score_comes_last(group):
+    config = AlgorithmConfig(adv_estimator="reinforce_plus_plus", gamma=0.5, kl_penalty="k1")
+    metrics, columns = token_advantages(shard(), config, (0.1, "old_logprobs"), group=group, device="cpu")
+    # Rewards: -0.05, 0.1, 1.0 and 0.2, -0.6.
+    first = [-0.05 + 0.5 * (0.1 + 0.5), 0.1 + 0.5, 1.0]
+    second = [0.2 - 0.3, -0.6]
+    returns = columns.tokens["returns"].values.tolist()
+    assert returns == pytest.approx([0, *first, 0, 0, second[0], 0, second[1], 0, 0])
+    sampled = np.array([*first, *second])
+    whitened = (sampled - sampled.mean()) / math.sqrt(sampled.var(ddof=1) + 1e-8)
+    advantages = columns.tokens["advantages"].values.numpy()
+    assert advantages[[1, 2, 3, 6, 8]] == pytest.approx(whitened, rel=1e-5)
+    assert not advantages[[0, 4, 5, 7, 9, 10]].any()
+    metric_values = to_floats(metrics)
+    assert metric_values["critic/returns/mean"] == pytest.approx(sampled.mean())
+    assert metric_values["critic/advantages/max"] == pytest.approx(whitened.max())
+    assert not any(key.startswith("critic/v") for key in metric_values)
+
+
+def test_without_a_kl_the_score_is_all_there_is(group):
+    config = AlgorithmConfig(adv_estimator="reinforce_plus_plus")
+    _, columns = token_advantages(shard(), config, None, group=group, device="cpu")
+    assert columns.tokens["returns"].values.tolist() == [0, 1, 1, 1, 0, 0, -0.5, 0, -0.5, 0, 0]
+
+
+def test_gae_reads_the_values(group):
+    batch = shard()
+    values = Jagged(torch.full((11,), 0.25), batch.tokens["response_mask"].cu_seqlens)
+    config = AlgorithmConfig(adv_estimator="gae", gamma=1.0, lam=1.0)
+    metrics, columns = token_advantages(
+        batch.union(DataProto({"values": values})), config, None, group=group, device="cpu"
+    )
+    assert columns.tokens["returns"].values[[1, 2, 3, 6, 8]].tolist() == [1, 1, 1, -0.5, -0.5]
+    metric_values = to_floats(explained_variance_metrics(metrics))
+    assert metric_values["critic/values/mean"] == 0.25 and "critic/vf_explained_var" in metric_values
+
+
+def test_remax_takes_the_greedy_score_off(group):
+    batch = shard().union(DataProto(samples={"baseline_score": np.array([0.5, 0.5, 0.5])}))
+    config = AlgorithmConfig(adv_estimator="remax")
+    _, columns = token_advantages(batch, config, None, group=group, device="cpu")
+    # Not whitened.
+    assert columns.tokens["advantages"].values.tolist() == [0, 0.5, 0.5, 0.5, 0, 0, -1, 0, -1, 0, 0]
+
+
+def with_a_failed_one(rewards: list[float]) -> DataProto:
+    """Rows of which the second one failed."""
+    batch = shard()
+    batch.samples["rewards"], batch.samples["reward_failed"] = np.array(rewards), np.array([False, True, False])
+    return batch
+
+
+def test_a_failed_sample_is_in_no_mean_of_token_advantages_and_no_better_than_the_worst(group):
+    config = AlgorithmConfig(adv_estimator="reinforce_plus_plus", gamma=0.5)
+    _, columns = token_advantages(with_a_failed_one([1.0, -0.5, 0.0]), config, None, group=group, device="cpu")
+    sampled = np.array([0.25, 0.5, 1.0])
+    whitened = (sampled - sampled.mean()) / math.sqrt(sampled.var(ddof=1) + 1e-8)
+    advantages = columns.tokens["advantages"].values.numpy()
+    assert advantages[1:4] == pytest.approx(whitened, rel=1e-5)
+    # Far below all others: no lower than the lowest of them.
+    assert advantages[[6, 8]] == pytest.approx(whitened.min(), rel=1e-5)
+    # All others are alike, so that nothing says how much worse it is.
+    config = AlgorithmConfig(adv_estimator="reinforce_plus_plus")
+    _, columns = token_advantages(with_a_failed_one([1.0, 0.0, 0.0]), config, None, group=group, device="cpu")
+    assert not columns.tokens["advantages"].values.any()
+
+
+def test_a_critic_learns_nothing_from_a_failed_sample(group):
+    config = AlgorithmConfig(adv_estimator="gae", gamma=1.0, lam=1.0)
+    advantages, returns, explained = [], [], []
+    for reward in (-1.0, 5.0):
+        batch = with_a_failed_one([1.0, reward, 0.0])
+        values = Jagged(torch.linspace(-2.0, 0.5, 11), batch.tokens["response_mask"].cu_seqlens)
+        metrics, columns = token_advantages(
+            batch.union(DataProto({"values": values})), config, None, group=group, device="cpu"
+        )
+        advantages.append(columns.tokens["advantages"].values.tolist())
+        returns.append(columns.tokens["returns"].values.tolist())
+        explained.append(to_floats(explained_variance_metrics(metrics))["critic/vf_explained_var"])
+        assert [returns[-1][at] for at in (6, 8)] == values.values[[6, 8]].tolist()
+        assert max(advantages[-1][at] for at in (6, 8)) <= 0.0
+    # Of the others nothing depends on it.
+    assert advantages[0][:4] == advantages[1][:4] and returns[0] == returns[1] and explained[0] == explained[1]
+
+
+def test_covariance_is_of_each_mini_batch_by_itself(group):
+    batch = shard()
+    cu_seqlens = batch.tokens["response_mask"].cu_seqlens
+    advantages = torch.tensor([0, 1, 1, 1, 0, 0, -1, 0, -1, 0, 0.0])
+    batch = batch.union(DataProto({"advantages": Jagged(advantages, cu_seqlens)}))
+    config = PolicyLossConfig(loss_mode="kl_cov", kl_cov_ratio=0.4)
+
+    def selected(mini_batches, totals):
+        column = selected_tokens_column(
+            batch, mini_batches, config, totals, mask="response_mask", group=group, device="cpu"
+        )
+        return column.values.nonzero().squeeze(1).tolist()
+
+    # All: means -1.5 and 0.2; the greatest are token 3 (0.8 x 1.0) and token 6 (-1.2 x -1.5).
+    assert selected([[[0, 1], [2]]], [{"num_loss_tokens": 5}]) == [3, 6]
+    # Alone, each row has one advantage: covariances of 0, and the keys decide; one token each.
+    apart = selected([[[0]], [[2, 1]]], [{"num_loss_tokens": 3}, {"num_loss_tokens": 2}])
+    assert [at < 4 for at in apart] == [True, False]
