@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import record
 
-from scalerl.base.whole_file import whole_file
+from scalerl.base.files import whole_file
 from scalerl.errors import UserError
 
 LAYOUTS = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scalerl.base.byte_units import GIB
+from scalerl.base.files import GIB
 from scalerl.config import compose, world_size
 from scalerl.config.device_memory import device_memory_bytes
 from scalerl.extras.plan.plan import MemoryPlan, memory_plan

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from scalerl.base.process_environment import ALLOCATOR, without_expandable_segments
+from scalerl.base.process import ALLOCATOR, without_expandable_segments
 
 _OFF = "expandable_segments:False"
 

@@ -13,7 +13,7 @@ from typing import Any
 DOORS = {
     # The translator of keys that are another system's (`config.foreign_keys.Translator`).
     "foreign_keys": "scalerl.extras.verl.keys:Translator",
-    # The check whether a run fits its devices (`trainer.checks.preflight.PlanMemory`).
+    # The check whether a run fits its devices (`trainer.checks.machine.PlanMemory`).
     "plan_memory": "scalerl.extras.plan.check:plan_memory",
 }
 

@@ -23,7 +23,7 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from scalerl.base.whole_file import flush
+from scalerl.base.files import flush
 from scalerl.checkpoint.digest import (
     ALGORITHM,
     BLOCK_BYTES,

@@ -23,7 +23,7 @@ from secrets import token_hex
 from types import MappingProxyType
 from typing import Any
 
-from scalerl.base.whole_file import flush, fsync, whole_file
+from scalerl.base.files import flush, fsync, whole_file
 from scalerl.checkpoint.digest import PIECES_INDEX_NAME
 from scalerl.errors import RunError
 

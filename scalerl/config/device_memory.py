@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from scalerl.base.byte_units import GIB
+from scalerl.base.files import GIB
 
 # What torch reports as total memory of these devices, GiB.
 DEVICES_GIB = {

@@ -11,7 +11,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from scalerl.base.whole_file import whole_file
+from scalerl.base.files import whole_file
 
 # The file in a run's directory that has every key with the value that the run was started with.
 RESOLVED_CONFIG = "config.yaml"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from scalerl.base.cache_directory import CACHE_DIR_ENV
+from scalerl.base.files import CACHE_DIR_ENV
 from scalerl.data.problems import DataError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from scalerl.base.model_files import CONFIG_NAME, FETCHED
+from scalerl.base.files import CONFIG_NAME, FETCHED
 from scalerl.data.hub import HubError, fetch_from_hub
 from scalerl.data.local_copy import copy_to_local, is_remote
 from scalerl.errors import UserError

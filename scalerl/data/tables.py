@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from scalerl.base.whole_file import whole_file
+from scalerl.base.files import whole_file
 from scalerl.data.files import CHUNK_ROWS, SUFFIXES, DataFile, add_bad_column, json_records, python_rows
 from scalerl.data.problems import DataError, FileProblems, excerpt
 

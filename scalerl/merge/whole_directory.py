@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from secrets import token_hex
 
-from scalerl.base.whole_file import flush, fsync
+from scalerl.base.files import flush, fsync
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from scalerl.base.model_files import CONFIG_NAME, files_beside_weights
+from scalerl.base.files import CONFIG_NAME, files_beside_weights
 from scalerl.models.block_scales import (
     SCALE_SUFFIX,
     STORED_DTYPE,

@@ -22,8 +22,8 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_
 from safetensors.torch import load
 from safetensors.torch import save as serialized
 
+from scalerl.base.files import fsync
 from scalerl.base.random_states import generator_states, restore_generators
-from scalerl.base.whole_file import fsync
 from scalerl.checkpoint.errors import CheckpointReadError, DamagedCheckpointError
 from scalerl.checkpoint.pieces import DIST_CKPT, Piece, WrittenFile, boxes, write_file, write_index
 from scalerl.checkpoint.store import RNG, CheckpointWriteError

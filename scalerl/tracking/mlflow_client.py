@@ -13,8 +13,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING
 
-from scalerl.base.scratch import scratch_directory
-from scalerl.base.whole_file import fsync
+from scalerl.base.files import fsync, scratch_directory
 from scalerl.tracking.mlflow_history import remove_metrics
 from scalerl.tracking.mlflow_names import metric_name
 from scalerl.tracking.spool import Record

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from scalerl.base.whole_file import whole_file
+from scalerl.base.files import whole_file
 from scalerl.tracking.backend import RunInfo, flat_config, safe_uri
 from scalerl.tracking.mlflow_client import is_refusal, sqlite_path
 from scalerl.tracking.mlflow_names import metric_name, param_text

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from queue import Empty
 from typing import Any
 
-from scalerl.base.process_environment import worker_environment
+from scalerl.base.process import worker_environment
 
 TIMEOUT_S = 600.0
 

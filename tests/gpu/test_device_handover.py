@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from scalerl.base.byte_units import GIB
+from scalerl.base.files import GIB
 from scalerl.rollout.servers.client import RolloutClient
 from scalerl.rollout.servers.weights import serialize_bucket
 from scalerl.rollout.sync.handover import Handover, HandoverError, measure

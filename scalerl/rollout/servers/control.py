@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from scalerl.base.threads import in_daemon
+from scalerl.base.process import in_daemon
 from scalerl.rollout.servers.client import RolloutClient
 from scalerl.rollout.servers.engines.protocol import CacheSize
 from scalerl.rollout.servers.replica import ClientSettings, Replica

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from scalerl.base.process_environment import inherited_by_servers
+from scalerl.base.process import inherited_by_servers
 from scalerl.errors import EXIT_USER_ERROR, RunError, UserError
 from scalerl.rollout.servers.access import KEY_VARIABLE, OPEN_PATH, new_key
 from scalerl.rollout.servers.connection import ask

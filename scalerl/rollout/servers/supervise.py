@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from scalerl.base.scratch import scratch_directory
+from scalerl.base.files import scratch_directory
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import psutil
 
-from scalerl.base.byte_units import GIB
+from scalerl.base.files import GIB
 from scalerl.errors import UserError
 from scalerl.models import ModelShape
 from scalerl.tracking.metrics import Metric

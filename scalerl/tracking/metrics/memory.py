@@ -16,7 +16,7 @@ from typing import ParamSpec, TypeVar
 
 import psutil
 
-from scalerl.base.byte_units import GIB
+from scalerl.base.files import GIB
 from scalerl.tracking.metrics.metric import Metric
 
 P = ParamSpec("P")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scalerl.base.code_version import code_version
-from scalerl.base.model_files import set_chat_template
+from scalerl.base.files import set_chat_template
 from scalerl.checkpoint.mirror import Mirror
 from scalerl.checkpoint.store import (
     RNG,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from scalerl.base.model_files import FETCHED, files_beside_weights
+from scalerl.base.files import FETCHED, files_beside_weights
 from scalerl.merge.convert import copy_beside
 from scalerl.models import HFWeights, ModelShape, copy_beside_weights, family_of
 from tests.tiny_models import make_tiny_model

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from scalerl import __version__
-from scalerl.base.model_files import files_beside_weights
+from scalerl.base.files import files_beside_weights
 from scalerl.checkpoint import store
 from scalerl.checkpoint.store import Best, CheckpointWriteError
 from scalerl.config import PPOConfig, compose
@@ -21,7 +21,7 @@ from scalerl.data import load_tokenizer
 from scalerl.data.chat import render
 from scalerl.merge.command import build_parser
 from scalerl.models import ModelShape
-from scalerl.trainer.checks.model_checks import check_same_tokenizer
+from scalerl.trainer.checks.resume import check_same_tokenizer
 from scalerl.trainer.saving import checkpoints
 from scalerl.trainer.saving.saves import Saves
 from scalerl.trainer.saving.user_file_digests import OWN_FILES, own_files

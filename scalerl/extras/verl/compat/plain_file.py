@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from scalerl.base.whole_file import whole_file
+from scalerl.base.files import whole_file
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 # Key under which a packed value that is not plain says its kind.

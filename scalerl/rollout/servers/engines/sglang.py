@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scalerl.base.cuda_toolkit import toolkit_environment
-from scalerl.base.process_environment import sglang_environment
+from scalerl.base.nvidia import toolkit_environment
+from scalerl.base.process import sglang_environment
 from scalerl.config import server_violations
 from scalerl.config.schema import RolloutConfig, ServerConfig
 from scalerl.config.suggestions import divisors_text

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from scalerl.base.byte_units import GIB
+from scalerl.base.files import GIB
 from scalerl.config.schema import RolloutConfig
 from scalerl.extras.plan.servers import server_bytes
 from scalerl.models import ModelShape

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scalerl.base.byte_units import GIB
+from scalerl.base.files import GIB
 from scalerl.rollout.servers.engines import ENGINES
 from scalerl.rollout.sync import handover
 from scalerl.rollout.sync.handover import (

@@ -1,15 +1,18 @@
-"""What the processes of a run get of the user's environment, and what is refused before they start."""
+"""Environment variables of workers and servers, and threads that end with their process."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from scalerl.base.process_environment import (
+from scalerl.base.process import (
     WORKERS_ON_GPU,
     gpu_environment_violations,
+    in_daemon,
     inherited_by_servers,
     sglang_environment,
     worker_environment,
@@ -137,3 +140,14 @@ def test_the_rest_is_accepted() -> None:
     given = {"PYTORCH_ALLOC_CONF": "backend:native,expandable_segments:True"}
     given["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "0"
     assert not list(gpu_environment_violations(given))
+
+
+def test_the_waiting_get_the_result_or_the_error() -> None:
+    assert in_daemon(lambda: 7, "seven").result(timeout=20) == 7
+    with pytest.raises(ZeroDivisionError):
+        in_daemon(lambda: 1 / 0, "fails").result(timeout=20)
+
+
+def test_a_process_ends_without_it() -> None:
+    code = "import time; from scalerl.base.process import in_daemon; in_daemon(lambda: time.sleep(1000), 'long')"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -1,15 +1,16 @@
-"""Environment variables that workers and servers of a run get beside the user's, each with its reason.
-
-A variable that the user has set stays as it is, unless it would break a process: then it is left out of that process,
-or the run is refused before it starts.
-"""
+"""What processes of a run get: environment variables in addition to the user's, each with its reason, and threads."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import TypeVar
 
 from scalerl.base import nvidia
+
+T = TypeVar("T")
 
 # Settings of torch's allocator; the first is the older name.
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -126,3 +127,22 @@ def gpu_environment_violations(given: Mapping[str, str]) -> Iterator[str]:
             f"{NO_DEVICES_SET} = {given[NO_DEVICES_SET]}: every rank would compute on the first GPU of its node; "
             "unset it"
         )
+
+
+def in_daemon(call: Callable[[], T], name: str) -> Future[T]:
+    """Runs a call in a daemon thread; the future holds its result or exception.
+
+    A caller that is interrupted while it waits for the future can leave, and the call ends with the process. The
+    threads of an executor would keep the process alive.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    done.set_running_or_notify_cancel()
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scalerl.base.whole_file import flush, whole_file
+from scalerl.base.files import flush, whole_file
 
 
 def test_takes_the_place_of_the_older_file_when_the_block_ends(tmp_path: Path) -> None:
