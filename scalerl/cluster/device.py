@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from scalerl.base import nvidia
-from scalerl.base.process_environment import gpu_environment_violations
+from scalerl.base.process import gpu_environment_violations
 from scalerl.config.schema import SFTTrainerConfig, TrainerConfig
 from scalerl.errors import UserError
 

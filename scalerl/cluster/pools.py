@@ -24,10 +24,16 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from scalerl.base.process_environment import worker_environment
-from scalerl.cluster.ray_agents import REGISTER_MS, wait_for_no_agent
-from scalerl.cluster.ray_session import own_token, session_directory, sessions_parent, sigterm_kept
-from scalerl.cluster.ray_start import start_explained, wait_for_head
+from scalerl.base.process import worker_environment
+from scalerl.cluster.ray_hook import REGISTER_MS, wait_for_no_agent
+from scalerl.cluster.ray_session import (
+    own_token,
+    session_directory,
+    sessions_parent,
+    sigterm_kept,
+    start_explained,
+    wait_for_head,
+)
 from scalerl.cluster.worker_logs import logs_are_kept_in
 from scalerl.errors import RunError
 

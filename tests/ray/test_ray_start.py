@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 import ray
 from ray._private import services
-from scalerl.cluster import ray_start
+from scalerl.cluster import ray_session
 from scalerl.cluster import pools
 from scalerl.cluster.pools import ResourcePool, ray_cluster
 from scalerl.errors import run_main
@@ -43,7 +43,7 @@ def start():
             print(len(pool.node_ids()), flush=True)
 
 pools.SILENT_S = 0.5
-ray_start.REACH_S = float(os.environ.get("REACH_S", ray_start.REACH_S))
+ray_session.REACH_S = float(os.environ.get("REACH_S", ray_session.REACH_S))
 services.RAYLET_EXECUTABLE = sys.argv[2] or services.RAYLET_EXECUTABLE
 sys.exit(run_main(start))
 """

@@ -12,26 +12,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from scalerl.base import nvidia
-from scalerl.base.cuda_toolkit import toolkit_environment
-from scalerl.base.nvidia import NvidiaDevice
-from scalerl.cluster.probes.finding import Finding, side_by_side
-from scalerl.cluster.probes.hardware import (
+from scalerl.base.nvidia import NvidiaDevice, toolkit_environment
+from scalerl.cluster.probes.finding import Finding, run_interpreter, run_probe_program, side_by_side
+from scalerl.cluster.probes.host import (
+    check_compiler,
     check_device_count,
     check_driver_errors,
     check_infiniband,
-    check_memory_errors,
-    check_nvlinks,
-    count_nvlinks,
-)
-from scalerl.cluster.probes.host import (
-    check_compiler,
     check_locked_memory,
+    check_memory_errors,
     check_ninja,
     check_nvcc,
+    check_nvlinks,
     check_open_files,
     check_shared_memory,
+    count_nvlinks,
 )
-from scalerl.cluster.probes.interpreter import run_interpreter, run_probe_program
 from scalerl.config.schema import FLASH_ATTENTION_IMPLS
 
 if TYPE_CHECKING:

@@ -144,4 +144,4 @@ def test_findings_keep_their_order_and_name_what_ends_a_run() -> None:
     findings = side_by_side([lambda i=i: Finding(f"probe {i}", i != 1, "", "", needed=i == 1) for i in range(5)])
     assert [finding.name for finding in findings] == [f"probe {i}" for i in range(5)]
     assert [finding.ends_a_run for finding in findings] == [False, True, False, False, False]
-    assert findings[1].as_dict() == {"name": "probe 1", "ok": False, "value": "", "meaning": "", "needed": True}
+    assert findings[1] == Finding("probe 1", False, "", "", True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scalerl.cluster.probes.interpreter import run_interpreter
+from scalerl.cluster.probes.finding import run_interpreter
 
 
 @pytest.mark.parametrize(
