@@ -36,8 +36,9 @@ from scalerl.rollout.sampling.policy_servers import PolicyServers
 from scalerl.rollout.sampling.rollout import HybridRollout
 from scalerl.tracking import Tracking
 from scalerl.tracking.metrics import Timers
-from scalerl.trainer.checks.attention_choice import AttentionChoice, agree_on_attention
-from scalerl.trainer.checks.preflight import PPOInputs, trained_models
+from scalerl.trainer.checks.machine import TORCHS_OWN, AttentionChoice
+from scalerl.trainer.checks.models import trained_models
+from scalerl.trainer.checks.preflight import PPOInputs
 from scalerl.trainer.console_texts import StartPhases, length_of_epochs
 from scalerl.trainer.planners import PackingRules, Planner
 from scalerl.trainer.ppo import Run, load
@@ -170,6 +171,28 @@ def join_trainers(groups: Sequence[WorkerGroup], attention: AttentionChoice, say
         return [refusal for group in groups for refusal in group.call(MegatronWorker.take_up_flash_attention, impl)]
 
     agree_on_attention(attention.impls, take_up, say)
+
+
+def agree_on_attention(
+    impls: Sequence[str], take_up: Callable[[str | None], list[str | None]], say: Callable[[str], None]
+) -> None:
+    """Makes all ranks of a run call the first of the implementations that each can have, else torch's own.
+
+    take_up: makes every rank take one up (None: torch's own); returns why one cannot, None for each that does.
+    say: gets a line where it is not the first.
+    """
+    why = ""
+    for impl in impls:
+        refused = [refusal for refusal in take_up(impl) if refusal is not None]
+        if not refused:
+            if why:
+                say(f"attention: {impl} on all ranks{why}")
+            return
+        others = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+        why += f"; not {impl}: {refused[0]}{others}"
+    if impls:
+        take_up(None)
+        say(f"attention: {TORCHS_OWN} on all ranks{why}")
 
 
 def build_models(

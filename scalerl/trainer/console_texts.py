@@ -12,13 +12,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from scalerl.base.stop import EXIT_TERMINATED
+from scalerl.base.stop import EXIT_REQUEUE, EXIT_TERMINATED
 from scalerl.checkpoint.store import find_latest_ckpt_path, read_trainer_state
+from scalerl.config import translation_table
+from scalerl.config.compose import Composed
 from scalerl.config.save import RESOLVED_CONFIG, saved_value
-from scalerl.config.schema import PPOConfig, SFTConfig, SFTTrainerConfig, TrainerConfig
+from scalerl.config.schema import PPOConfig, RunConfig, SFTConfig, SFTTrainerConfig, TrainerConfig
 from scalerl.errors import UserError
+
+if TYPE_CHECKING:
+    from scalerl.tracking import Tracking
 
 
 class StartPhases:
@@ -50,6 +55,14 @@ class StartPhases:
             name, began = self._current
             self._current = None
             self.say(f"start: {name} {self._clock() - began:.1f} s")
+
+
+def say_composed(composition: Composed) -> None:
+    """Prints the keys of other systems that were translated, and the lines on the values that follow from others."""
+    if composition.translations:
+        print(translation_table(composition.translations), flush=True)
+    for line in composition.lines:
+        print(line, flush=True)
 
 
 def is_directory_or_free(path: str) -> bool:
@@ -159,6 +172,29 @@ def _check_architecture(checkpoint: Path, model_key: str, model_path: str) -> No
         check_same_model(Resumed(checkpoint, {}), ModelShape.from_hf(model_path), model_path)
     except ValueError as error:
         raise UserError(f"{model_key}: the run in {checkpoint.parent} is finished, and {error}") from error
+
+
+class EndedRun(Protocol):
+    """The part of a run (`ppo.Run`, `sft.SFTRun`) that the text at its end reads."""
+
+    step: int
+    tracker: Tracking
+
+    @property
+    def checkpoint(self) -> Path | None: ...
+
+
+def say_how_it_ended(command: str, arguments: Sequence[str], trainer: RunConfig, run: EndedRun, is_done: bool) -> int:
+    """Prints the last checkpoint of a run and how to continue; returns the exit code: 75 if the run was stopped."""
+    # Imported here: it imports torch.
+    from scalerl.trainer.saving.checkpoints import closing
+
+    print(closing(trainer, run.checkpoint, step=run.step, is_done=is_done), flush=True)
+    if (how := run.tracker.how_to_open) is not None:
+        print(how, flush=True)
+    if not is_done:
+        print(f"To go on:\n  {command_line(command, arguments)}", flush=True)
+    return 0 if is_done else EXIT_REQUEUE
 
 
 # Phases of a start that start and save nothing -> what is done in them.

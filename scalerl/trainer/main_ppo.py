@@ -7,18 +7,18 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from scalerl.base.garbage import frozen_imports
-from scalerl.base.stop import EXIT_REQUEUE
 from scalerl.base.user_code import forget_files
 from scalerl.cluster.device import devices_line
-from scalerl.config import batch_table, help_text, total_steps, translation_table
+from scalerl.config import batch_table, help_text, total_steps
 from scalerl.errors import run_main
-from scalerl.trainer.checks.early_checks import composed_run
+from scalerl.trainer.checks.early import composed_run
 from scalerl.trainer.console_texts import (
     StartPhases,
-    command_line,
     finished_at,
     finished_text,
     printing_how_to_continue,
+    say_composed,
+    say_how_it_ended,
 )
 
 if TYPE_CHECKING:
@@ -48,10 +48,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
         composition = composed_run("ppo", [argument for argument in arguments if argument != "--dry-run"])
         cfg = composition.config
         interrupted.root = cfg.trainer.default_local_dir
-        if composition.translations:
-            print(translation_table(composition.translations), flush=True)
-        for line in composition.lines:
-            print(line, flush=True)
+        say_composed(composition)
         # A training loop of the user may end at any step.
         has_own_loop = cfg.trainer.custom_fit.path is not None
         if not (dry_run or cfg.trainer.val_only or has_own_loop) and (last := finished_at(cfg)):
@@ -61,7 +58,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
 
         # Imported here: --help and a configuration that cannot be read must not wait for torch.
         with frozen_imports():
-            from scalerl.trainer.checks.model_checks import learning_rate_line
+            from scalerl.trainer.checks.models import learning_rate_line
             from scalerl.trainer.checks.preflight import check_ppo
             from scalerl.trainer.saving import checkpoints
 
@@ -101,12 +98,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
     if cfg.trainer.val_only:
         return 0
     is_done = run.step >= run.total_steps or not run.stop.requested
-    print(checkpoints.closing(cfg.trainer, run.checkpoint, step=run.step, is_done=is_done), flush=True)
-    if (how := run.tracker.how_to_open) is not None:
-        print(how, flush=True)
-    if not is_done:
-        print(f"To go on:\n  {command_line('train', arguments)}", flush=True)
-    return 0 if is_done else EXIT_REQUEUE
+    return say_how_it_ended("train", arguments, cfg.trainer, run, is_done)
 
 
 def validation_lines(validation: Mapping[str, float], tested_at: int | None, ended_at: int) -> list[str]:

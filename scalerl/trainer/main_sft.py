@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from scalerl.base.garbage import frozen_imports
-from scalerl.base.stop import EXIT_REQUEUE
 from scalerl.base.user_code import forget_files
 from scalerl.cluster.device import devices_line
-from scalerl.config import help_text, total_steps, translation_table
+from scalerl.config import help_text, total_steps
 from scalerl.errors import run_main
-from scalerl.trainer.checks.early_checks import composed_run
+from scalerl.trainer.checks.early import composed_run
 from scalerl.trainer.console_texts import (
     StartPhases,
-    command_line,
     finished_at,
     finished_text,
     printing_how_to_continue,
+    say_composed,
+    say_how_it_ended,
 )
 
 if TYPE_CHECKING:
@@ -48,16 +48,13 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
         composition = composed_run("sft", [argument for argument in arguments if argument != "--dry-run"])
         cfg = composition.config
         interrupted.root = cfg.trainer.default_local_dir
-        if composition.translations:
-            print(translation_table(composition.translations), flush=True)
-        for line in composition.lines:
-            print(line, flush=True)
+        say_composed(composition)
         if not dry_run and (last := finished_at(cfg)):
             print(finished_text(last, cfg.trainer, "model.path", cfg.model.path), flush=True)
             return 0
 
         with frozen_imports():
-            from scalerl.trainer.checks.model_checks import learning_rate_line
+            from scalerl.trainer.checks.models import learning_rate_line
             from scalerl.trainer.checks.preflight import check_sft
             from scalerl.trainer.saving import checkpoints
 
@@ -66,7 +63,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
         phases.end()
         num_steps = total_steps(cfg.trainer, len(inputs.train), cfg.data.train_batch_size)
         print(devices_line(cfg.trainer, inputs.device, inputs.attention.text), flush=True)
-        if (line := learning_rate_line("optim.lr", cfg.optim.lr, inputs.shape)) is not None:
+        if (line := learning_rate_line("optim.lr", cfg.optim.lr, inputs.shapes["actor"])) is not None:
             print(line, flush=True)
         for key, dataset in (("train_files", inputs.train), ("val_files", inputs.val)):
             if dataset is not None and len(dataset) > dataset.num_rows:
@@ -94,12 +91,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
         with run_host(cfg, inputs, processes, phases) as host:
             run = host.train(inputs, trained)
     is_done = run.step >= run.total_steps
-    print(checkpoints.closing(cfg.trainer, run.checkpoint, step=run.step, is_done=is_done), flush=True)
-    if (how := run.tracker.how_to_open) is not None:
-        print(how, flush=True)
-    if not is_done:
-        print(f"To go on:\n  {command_line('sft', arguments)}", flush=True)
-    return 0 if is_done else EXIT_REQUEUE
+    return say_how_it_ended("sft", arguments, cfg.trainer, run, is_done)
 
 
 if __name__ == "__main__":

@@ -200,7 +200,7 @@ def sft_run(cfg: SFTConfig, inputs: SFTInputs, host: RunHost) -> Iterator[SFTRun
             workers=workers,
             tracker=tracker,
             timers=Timers(on_enter=tracker.phase),
-            mfu_basis=MfuBasis(flops_shape(inputs.shape), peak, layout.world_size),
+            mfu_basis=MfuBasis(flops_shape(inputs.shapes["actor"]), peak, layout.world_size),
             packing=PackingRules.of(
                 layout,
                 max_tokens_per_micro_batch=cfg.data.max_tokens_per_micro_batch,

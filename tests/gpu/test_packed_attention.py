@@ -24,7 +24,8 @@ from scalerl.parallel.attention import PackedAttention
 from scalerl.parallel.flash_attention import IMPLS, use_flash_attention
 from scalerl.parallel.layout import Layout
 from scalerl.parallel.micro_batch import Packing
-from scalerl.trainer.checks.attention_choice import agree_on_attention, choose_attention
+from scalerl.trainer.build import agree_on_attention
+from scalerl.trainer.checks.machine import choose_attention
 from scalerl.trainer.ranks.worker import MegatronWorker
 
 # Of a sequence of one token, of lengths around the kernels' tile sizes, and of one long sequence.

@@ -17,7 +17,7 @@ from scalerl.extras.plan.plan import MemoryPlan
 from scalerl.models import Family, HFWeights, ModelShape, family_of, value_model_config
 from scalerl.models.block_scales import BlockScaledTensor
 from scalerl.parallel.export import plan_buckets
-from scalerl.trainer.checks.model_checks import actor_violations, role_violations
+from scalerl.trainer.checks.models import actor_violations, role_violations
 from tests.configs_table import docs_table
 from tests.hub_files import SCALE, file_shapes, headers, write_headers
 from tests.lanes import full, mostly_full

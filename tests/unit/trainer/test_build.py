@@ -15,7 +15,7 @@ from scalerl.cluster.worker_group import Limit, WorkerGroup
 from scalerl.config.schema import TrainerConfig
 from scalerl.parallel.layout import Layout
 from scalerl.trainer.build import REPORT_S, join_trainers, start_workers
-from scalerl.trainer.checks.attention_choice import AttentionChoice
+from scalerl.trainer.checks.machine import AttentionChoice
 from scalerl.trainer.ranks.rl_worker import RLWorker
 from scalerl.trainer.ranks.worker import MegatronWorker
 from tests.flash_attentions import forget, install

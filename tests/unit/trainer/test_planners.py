@@ -78,7 +78,14 @@ def planners_of(tmp_path: Path, *overrides: str) -> dict[str, Planner]:
             *overrides,
         ],
     )
-    inputs = PPOInputs({"actor": shape, "critic": shape, "ref": shape}, None, None, None, "cpu", Resumed(None, {}))
+    inputs = PPOInputs(
+        shapes={"actor": shape, "critic": shape, "ref": shape},
+        tokenizer=None,
+        train=None,
+        val=None,
+        device="cpu",
+        resumed=Resumed(None, {}),
+    )
     return make_planners(cfg, inputs)
 
 

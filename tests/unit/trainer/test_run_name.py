@@ -11,7 +11,7 @@ import pytest
 from scalerl.config import save_resolved
 from scalerl.config.compose import composed
 from scalerl.trainer import run_name
-from scalerl.trainer.checks.early_checks import composed_run
+from scalerl.trainer.checks.early import composed_run
 from scalerl.trainer.run_name import named
 
 PPO = [

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from scalerl.config import PPOConfig, SFTConfig, compose
+from scalerl.config import PPOConfig, compose
 from scalerl.config.error_collector import ErrorCollector
 from scalerl.config.schema import TrainerConfig
 from scalerl.models import ModelShape
 from scalerl.parallel.flash_attention import Refusal, gpu_refusal, import_refusal
-from scalerl.trainer.checks import attention_choice
-from scalerl.trainer.checks.attention_choice import (
+from scalerl.trainer.build import agree_on_attention
+from scalerl.trainer.checks import machine as machine_checks
+from scalerl.trainer.checks.machine import (
     AttentionChoice,
-    agree_on_attention,
     called_head_sizes,
     choose_attention,
 )
@@ -45,7 +45,7 @@ def machine(
         tried.append(impls)
         return {impl: gpu_refusal(impl, [capability]) or absent.get(impl) for impl in impls}
 
-    monkeypatch.setattr(attention_choice, "try_flash_attention", try_flash_attention)
+    monkeypatch.setattr(machine_checks, "try_flash_attention", try_flash_attention)
     return tried
 
 
@@ -64,7 +64,6 @@ def test_one_that_computes_something_else_is_not_taken_and_told(monkeypatch: pyt
     [
         ((9, 0), [], ("FA3", "FA4"), "FA3 (trainer.flash_attention_impl=auto)"),
         ((9, 0), ["FA3"], ("FA4",), "FA4 (trainer.flash_attention_impl=auto)"),
-        ((9, 0), ["FA4"], ("FA3",), "FA3 (trainer.flash_attention_impl=auto)"),
         ((10, 0), [], ("FA4",), "FA4 (trainer.flash_attention_impl=auto)"),
         # Of what could be installed for this GPU, and of nothing else.
         (
@@ -75,7 +74,6 @@ def test_one_that_computes_something_else_is_not_taken_and_told(monkeypatch: pyt
             "module named FA4))",
         ),
         ((8, 0), ["FA3", "FA4"], (), "torch's own (trainer.flash_attention_impl=auto)"),
-        ((12, 0), [], (), "torch's own (trainer.flash_attention_impl=auto)"),
     ],
 )
 def test_what_is_taken_by_itself(
@@ -155,14 +153,6 @@ def test_models_with_another_attention_do_not_count(shape: ModelShape) -> None:
         assert called_head_sizes(other, shapes) == {}
 
 
-def test_fine_tuning_has_one_model(shape: ModelShape) -> None:
-    cfg: SFTConfig = compose("sft", ["data.train_files=t", "model.path=m"], rules=False)
-    assert called_head_sizes(cfg, {"actor": shape}) == {"m": shape.head_dim}
-    assert called_head_sizes(cfg, {}) == {}
-    cfg.megatron.dtype = "float32"
-    assert called_head_sizes(cfg, {"actor": shape}) == {}
-
-
 class Ranks:
     """Three ranks, each with the reasons for which it cannot have an implementation, and with what it calls now."""
 
@@ -184,13 +174,6 @@ def test_all_ranks_take_the_first_that_each_can_have() -> None:
     ranks = Ranks({}, {}, {})
     ranks.agree("FA3", "FA4")
     assert (ranks.called, ranks.said) == (["FA3"] * 3, [])
-
-
-def test_a_node_without_the_first_puts_all_ranks_on_the_next() -> None:
-    ranks = Ranks({}, {"FA3": "rank 1 on b: no module"}, {"FA3": "rank 2 on b: no module"})
-    ranks.agree("FA3", "FA4")
-    assert ranks.called == ["FA4"] * 3
-    assert ranks.said == ["attention: FA4 on all ranks; not FA3: rank 1 on b: no module (and 1 more)"]
 
 
 def test_ranks_that_have_none_in_common_call_torchs_own() -> None:

@@ -1,11 +1,12 @@
-"""Checks of the models of a run and of their layouts, made before a device is held."""
+"""Checks of the models of a run: their files, tokenizers, layouts and and the fields of Megatron's configs."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,17 @@ from scalerl.config import (
     ModelRole,
     ModelSizes,
     PPOConfig,
+    SFTConfig,
     layout_violations,
+    model_roles,
     recompute_violations,
+    uses_critic,
     world_size,
 )
 from scalerl.config.batch_sizes import LONGEST_SAMPLE
-from scalerl.config.schema import JudgeConfig, MegatronConfig
+from scalerl.config.error_collector import ErrorCollector
+from scalerl.config.partial_config import OVERRIDES
+from scalerl.config.schema import JudgeConfig, MegatronConfig, ModelConfig, OptimConfig
 from scalerl.config.sections import ACTOR, JUDGE, ROLLOUT
 from scalerl.data.model_source import model_directory
 from scalerl.models import HFWeights, ModelShape, family_of
@@ -26,15 +32,94 @@ from scalerl.models.sizes import num_parameters
 from scalerl.rollout.sampling.judge import max_model_len
 from scalerl.rollout.servers.context_length import check_context_length
 from scalerl.rollout.servers.engines import ENGINES
-from scalerl.trainer.saving.checkpoints import Resumed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
 log = logging.getLogger(__name__)
 # Parameters of a model, and the learning rate below which one that has fewer hardly learns.
 SMALL_MODEL, LR_OF_SMALL_MODELS = 10**8, 1e-5
+
+
+def policy_model(cfg: PPOConfig | SFTConfig) -> tuple[ModelConfig, str]:
+    """The section of the model that is trained to write text, and the key of its path."""
+    if isinstance(cfg, SFTConfig):
+        return cfg.model, "model.path"
+    return cfg.actor_rollout_ref.model, "actor_rollout_ref.model.path"
+
+
+def trained_models(cfg: PPOConfig | SFTConfig) -> dict[str, str]:
+    """The path of the model that each trained role starts from, by role."""
+    models = {"actor": policy_model(cfg)[0].path}
+    if isinstance(cfg, PPOConfig) and uses_critic(cfg):
+        models["critic"] = str(cfg.critic.model.path)
+    return models
+
+
+def check_tokenizer(errors: ErrorCollector, cfg: PPOConfig | SFTConfig) -> PreTrainedTokenizerBase | None:
+    """The policy's tokenizer, with the chat template of data.chat_template_path; None if it cannot be read."""
+    from scalerl.data import load_tokenizer
+    from scalerl.data.chat import use_chat_template
+
+    model, key = policy_model(cfg)
+
+    def read() -> PreTrainedTokenizerBase:
+        tokenizer = load_tokenizer(model_directory(model.path, key), model.trust_remote_code)
+        use_chat_template(tokenizer, cfg.data.chat_template_path)
+        return tokenizer
+
+    return errors.attempt(read)
+
+
+def check_models(
+    errors: ErrorCollector,
+    cfg: PPOConfig | SFTConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    device: str | None,
+) -> dict[str, ModelShape]:
+    """Reads the shape of each role's model, with the head of the role; models that cannot be read are left out.
+
+    device: cuda or cpu; None: sizes in the configuration contradict each other, and no model is compared with them.
+    """
+    policy, key = policy_model(cfg)
+    shapes = {"actor": errors.attempt(lambda: read_model(policy.path, key))}
+    if (shape := shapes["actor"]) is not None:
+        if device is not None:
+            errors.violations.extend(
+                actor_violations(cfg, shape, device=device)
+                if isinstance(cfg, PPOConfig)
+                else model_layout_violations(shape, cfg.megatron, world_size(cfg), prefix="megatron", rollout_tp=None)
+            )
+        if tokenizer is not None:
+            options = cfg.data.chat_template_kwargs
+            errors.violations.extend(tokenizer_violations(key, policy.path, shape, tokenizer, options))
+    for role in model_roles(cfg) if isinstance(cfg, PPOConfig) else ():
+        # The policy's model has been read already; if that failed, the error is not repeated.
+        is_said = shapes["actor"] is None and role.model_path == policy.path
+        if role.model_path is None or is_said:
+            continue
+        shape = shapes[role.name] = errors.attempt(partial(read_role, role))
+        if shape is not None and device is not None:
+            assert isinstance(cfg, PPOConfig)
+            errors.violations.extend(role_violations(cfg, role, shape, tokenizer))
+    return {name: shape for name, shape in shapes.items() if shape is not None}
+
+
+def check_judge(errors: ErrorCollector, judge: JudgeConfig) -> None:
+    """Checks the question, the model and the tokenizer of a judge, if the run has one."""
+    from scalerl.data import load_tokenizer
+    from scalerl.data.chat import require_chat_template
+    from scalerl.rewards.judge import load_question
+
+    if not judge.enable:
+        return
+    errors.attempt(lambda: load_question(judge.prompt_path))
+    path = judge.model.path
+    if path is not None:
+        errors.violations.extend(_judge_violations(judge))
+        tokenizer = errors.attempt(lambda: load_tokenizer(path, judge.model.trust_remote_code))
+        if tokenizer is not None:
+            errors.attempt(lambda: require_chat_template(tokenizer))
 
 
 def read_model(path: str, key: str) -> ModelShape:
@@ -71,12 +156,9 @@ def read_role(role: ModelRole) -> ModelShape:
 def actor_violations(cfg: PPOConfig, shape: ModelShape, *, device: str) -> Iterator[str]:
     """Yields why the actor's model does not fit the configuration. device: cuda or cpu, as `resolve_device` returns."""
     rollout, megatron = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.actor.megatron
+    rollout_tp = rollout.tensor_model_parallel_size
     yield from model_layout_violations(
-        shape,
-        megatron,
-        world_size(cfg),
-        prefix=f"{ACTOR}.megatron",
-        rollout_tp=rollout.tensor_model_parallel_size,
+        shape, megatron, world_size(cfg), prefix=f"{ACTOR}.megatron", rollout_tp=rollout_tp
     )
     yield from ENGINES[rollout.name].trained_model_violations(
         rollout, shape, section=ROLLOUT, device=device, verify_weights_every=rollout.verify_weights_every
@@ -113,7 +195,7 @@ def learning_rate_line(key: str, lr: float, shape: ModelShape) -> str | None:
     )
 
 
-def judge_violations(judge: JudgeConfig) -> Iterator[str]:
+def _judge_violations(judge: JudgeConfig) -> Iterator[str]:
     """Yields what is wrong with the judge's files. The model may be of any family that the server knows."""
     assert judge.model.path is not None
     path = Path(judge.model.path)
@@ -184,6 +266,25 @@ def _last_word(tokenizer: PreTrainedTokenizerBase) -> tuple[str, int]:
     return max(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
 
 
+def ends_of_answers_violations(
+    setting: str,
+    tokenizer: PreTrainedTokenizerBase,
+    eos_token_ids: Sequence[int],
+    template_options: Mapping[str, Any] | None,
+) -> Iterator[str]:
+    """Yields what is wrong with the tokens that end a response; warns of a chat template that ends it by another token.
+
+    setting: `key = path` of the model, for messages.  template_options: warned of, where the template lacks them.
+    """
+    from scalerl.data.chat import ordinary_ends, template_without_end, unknown_options
+
+    yield from (f"{setting}: {problem}" for problem in ordinary_ends(tokenizer, eos_token_ids))
+    if line := template_without_end(tokenizer, eos_token_ids, template_options):
+        log.warning("%s: %s", setting, line)
+    if line := unknown_options(tokenizer, template_options or {}):
+        log.warning("%s: %s", setting, line)
+
+
 def tokenizer_violations(
     key: str,
     path: str,
@@ -193,16 +294,9 @@ def tokenizer_violations(
 ) -> Iterator[str]:
     """Yields why a model does not fit its own tokenizer: its embeddings, and the tokens that end a response.
 
-    key: the model's, for messages.  Warns of a chat template that ends an answer with a token that ends no response,
-    and of template_options that it does not have.
+    key: the model's, for messages.  template_options: as `ends_of_answers_violations`.
     """
-    from scalerl.data.chat import ordinary_ends, template_without_end, unknown_options
-
-    yield from (f"{key} = {path}: {problem}" for problem in ordinary_ends(tokenizer, shape.eos_token_ids))
-    if line := template_without_end(tokenizer, shape.eos_token_ids, template_options):
-        log.warning("%s = %s: %s", key, path, line)
-    if line := unknown_options(tokenizer, template_options or {}):
-        log.warning("%s = %s: %s", key, path, line)
+    yield from ends_of_answers_violations(f"{key} = {path}", tokenizer, shape.eos_token_ids, template_options)
     word, token = _last_word(tokenizer)
     vocab_size = shape.vocab_size
     if token >= vocab_size:
@@ -232,60 +326,34 @@ def model_layout_violations(
     return violations or recompute_violations(sizes, megatron, prefix=prefix)
 
 
-def check_same_tokenizer(
-    resumed: Resumed, tokenizer: PreTrainedTokenizerBase, model_path: str, *, trust_remote_code: bool
-) -> None:
-    """Raises ValueError, with the differences, if the checkpoint's tokenizer makes other tokens than the run's.
+def check_megatron_fields(errors: ErrorCollector, cfg: PPOConfig | SFTConfig, device: str | None = None) -> None:
+    """Checks the fields of Megatron's configs that the user set.
 
-    Its chat template may differ. A checkpoint without a tokenizer is not compared.
+    device: whose kernels are asked for; None: the run is on other machines.
     """
-    from scalerl.data import load_tokenizer
+    for section, config in _sections_of_megatron(cfg).items():
+        if not any(getattr(config, name, None) for name in OVERRIDES):
+            continue
+        # Imported here: megatron takes seconds to import.
+        from scalerl.parallel import megatron_overrides
 
-    assert resumed.directory is not None
-    saved = resumed.directory / "actor" / "huggingface"
-    if not (saved / "tokenizer_config.json").is_file() or _same_files(saved, Path(model_path)):
-        return
-    stored = load_tokenizer(saved, trust_remote_code)
-    if different := list(_tokenizer_differences(stored, tokenizer)):
-        raise ValueError(
-            f"checkpoint {saved.parent} has another tokenizer than {model_path}: {'; '.join(different)}. Give the "
-            "model that the run began with, another trainer.default_local_dir, or trainer.resume_mode=disable"
-        )
-
-
-def _same_files(saved: Path, model: Path) -> bool:
-    """Whether the model has every file beside weights as it was saved, so that nothing has to be loaded."""
-    files = [file for file in saved.iterdir() if file.name not in ("config.json", "generation_config.json")]
-    return all(
-        (model / file.name).is_file() and (model / file.name).read_bytes() == file.read_bytes() for file in files
-    )
+        errors.violations.extend(megatron_overrides.override_violations(section, config))
+        if (line := megatron_overrides.dispatcher_line(section, config)) is not None:
+            log.warning(line)
+        if device is not None:
+            errors.violations.extend(megatron_overrides.kernel_violations(section, config, device=device))
+            for line in megatron_overrides.unfused(section, config, on_cpu=device == "cpu"):
+                log.warning(line)
 
 
-def _tokenizer_differences(there: PreTrainedTokenizerBase, here: PreTrainedTokenizerBase) -> Iterator[str]:
-    vocabularies = there.get_vocab(), here.get_vocab()
-    changed = [
-        (token, *(vocabulary.get(token, "none") for vocabulary in vocabularies))
-        for token in vocabularies[0].keys() | vocabularies[1].keys()
-        if vocabularies[0].get(token) != vocabularies[1].get(token)
-    ]
-    if changed:
-        shown = ", ".join(
-            f"{token!r} {id_there} there, {id_here} here" for token, id_there, id_here in sorted(changed)[:3]
-        )
-        yield f"{len(changed)} tokens have another id ({shown})"
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if getattr(there, name) != getattr(here, name):
-            yield f"{name} {getattr(there, name)} there, {getattr(here, name)} here"
-    rules = [_tokenizer_rules(tokenizer) for tokenizer in (there, here)]
-    if different := [name for name in rules[0].keys() | rules[1].keys() if rules[0].get(name) != rules[1].get(name)]:
-        yield f"other {', '.join(sorted(different))}"
-
-
-def _tokenizer_rules(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The parts of a fast tokenizer that decide how text is split, beside its vocabulary; {} for any other."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return {}
-    content = json.loads(backend.to_str())
-    model = content["model"]
-    return {name: content.get(name) for name in ("normalizer", "pre_tokenizer")} | {"merges": model.get("merges")}
+def _sections_of_megatron(cfg: PPOConfig | SFTConfig) -> dict[str, MegatronConfig | OptimConfig]:
+    """The megatron and optim sections of the run's models, by key; sections equal to the actor's are left out."""
+    if isinstance(cfg, SFTConfig):
+        return {"megatron": cfg.megatron, "optim": cfg.optim}
+    actor = cfg.actor_rollout_ref.actor
+    others: dict[str, MegatronConfig | OptimConfig] = {
+        f"{role.section}.megatron": role.megatron for role in model_roles(cfg) if role.megatron != actor.megatron
+    }
+    if uses_critic(cfg):
+        others["critic.optim"] = cfg.critic.optim
+    return {f"{ACTOR}.megatron": actor.megatron, f"{ACTOR}.optim": actor.optim} | others

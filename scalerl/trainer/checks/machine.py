@@ -1,18 +1,32 @@
-"""Which FlashAttention a run has: what its driver's machine allows is found before the start, ranks agree at it."""
+"""Checks of the machine that a run starts on: its device, the probes, the attention of its ranks, and its memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
-from scalerl.cluster.probes.gpu import try_flash_attention
+from scalerl.base.extras import extra
+from scalerl.cluster.device import resolve_device
+from scalerl.cluster.probes.gpu import start_violations, try_flash_attention
+from scalerl.cluster.ray_session import one_machine_violations
 from scalerl.config import PPOConfig, SFTConfig, model_roles
 from scalerl.config.error_collector import ErrorCollector
 from scalerl.config.layout_sizes import trained_megatron
+from scalerl.config.rollout_engines import traits_of
 from scalerl.config.schema import FLASH_ATTENTION_IMPLS, MegatronConfig, RunConfig
 from scalerl.models import ModelShape
 
-_OWN = "torch's own"
+TORCHS_OWN = "torch's own"
+
+
+def check_machine(errors: ErrorCollector, cfg: PPOConfig | SFTConfig) -> str:
+    """The device of trainer.device on this machine, cuda or cpu; adds what would end a run on it at its start."""
+    serves = isinstance(cfg, PPOConfig) and traits_of(cfg.actor_rollout_ref.rollout.name).compiles_kernels
+    device = errors.attempt(lambda: resolve_device(cfg.trainer.device)) or "cpu"
+    errors.violations.extend(one_machine_violations(cfg))
+    errors.violations.extend(start_violations(device, serves=serves))
+    return device
 
 
 @dataclass(frozen=True)
@@ -76,27 +90,35 @@ def choose_attention(
     # Of what nothing can be done about, as the GPU is another one, a start says nothing.
     told = [(impl, refusal) for impl, refusal in refusals.items() if refusal is not None and not refusal.by_gpu]
     why = "".join(f"; {impl}: {refusal.reason}" for impl, refusal in told)
-    text = impls[0] if impls else _OWN
+    text = impls[0] if impls else TORCHS_OWN
     return AttentionChoice(impls, f"{text} (trainer.flash_attention_impl=auto{'' if impls else why})")
 
 
-def agree_on_attention(
-    impls: Sequence[str], take_up: Callable[[str | None], list[str | None]], say: Callable[[str], None]
-) -> None:
-    """Makes all ranks of a run call the first of the implementations that each can have, else torch's own.
+class PlannedMemory(Protocol):
+    """What the memory plan says of a run: its summary as text, and a violation if the run does not fit its devices."""
 
-    take_up: makes every rank take one up (None: torch's own); returns why one cannot, None for each that does.
-    say: gets a line where it is not the first.
+    @property
+    def summary(self) -> str: ...
+    @property
+    def violations(self) -> list[str]: ...
+
+
+# (configuration, role -> shape, cuda or cpu) -> the plan.
+PlanMemory = Callable[[PPOConfig | SFTConfig, Mapping[str, ModelShape], str], PlannedMemory]
+
+
+def check_memory(
+    errors: ErrorCollector, cfg: PPOConfig | SFTConfig, shapes: Mapping[str, ModelShape], device: str
+) -> PlannedMemory | None:
+    """Plans the memory of a run that has no other error, and adds an error if it does not fit its devices.
+
+    On GPUs, sets the KV cache of every replica of the policy as planned.
     """
-    why = ""
-    for impl in impls:
-        refused = [refusal for refusal in take_up(impl) if refusal is not None]
-        if not refused:
-            if why:
-                say(f"attention: {impl} on all ranks{why}")
-            return
-        others = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
-        why += f"; not {impl}: {refused[0]}{others}"
-    if impls:
-        take_up(None)
-        say(f"attention: {_OWN} on all ranks{why}")
+    wanted = 1 + (len(model_roles(cfg)) if isinstance(cfg, PPOConfig) else 0)
+    if errors.violations or len(shapes) < wanted:
+        return None
+    plan_memory: PlanMemory | None = extra("plan_memory")
+    planned = None if plan_memory is None else errors.attempt(lambda: plan_memory(cfg, shapes, device))
+    if planned is not None:
+        errors.violations.extend(planned.violations)
+    return planned

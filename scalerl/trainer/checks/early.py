@@ -22,7 +22,7 @@ from scalerl.trainer.run_name import named
 def composed_run(kind: Literal["ppo", "sft"], overrides: Sequence[str]) -> Composed:
     """Composes the configuration of a run, with a name; an error comes with those of the files and names in it.
 
-    Rules between keys are left to preflight, which checks them with files and models. Raises ConfigError.
+    Rules between keys are left to `preflight`, which checks them with files and models. Raises ConfigError.
     """
     try:
         return named(kind, overrides)[0]
@@ -63,10 +63,10 @@ def _unknown_names(cfg: PPOConfig) -> Iterator[str]:
 
 def _look_for_fields(errors: ErrorCollector, cfg: PPOConfig | SFTConfig) -> None:
     if any(key.rpartition(".")[2] in OVERRIDES and value for key, value in _dicts(asdict(cfg))):
-        # Imported here: megatron takes seconds to import.
-        from scalerl.trainer.checks.preflight import fields_of_megatron_violations
+        # Imported here: it imports torch, and for fields megatron.
+        from scalerl.trainer.checks.models import check_megatron_fields
 
-        errors.violations.extend(fields_of_megatron_violations(cfg))
+        check_megatron_fields(errors, cfg)
 
 
 def _dicts(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
