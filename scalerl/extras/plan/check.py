@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from scalerl.base.byte_units import GIB
+from scalerl.base.files import GIB
 from scalerl.config import PPOConfig, SFTConfig
 from scalerl.config.device_memory import device_memory_bytes
 from scalerl.config.schema import RunConfig
@@ -74,7 +74,7 @@ def checked_plan(
 
 
 def with_kv_cache(cfg: PPOConfig, plan: MemoryPlan) -> None:
-    """Gives every replica the KV cache of the plan, so that a restart beside a trainer does not make it smaller.
+    """Gives every replica the KV cache of the plan; else a restart while a trainer holds memory would make it smaller.
 
     A number that the user has set stays; on a CPU, or if the device's memory is not known, nothing changes.
     """

@@ -53,10 +53,6 @@ def main(argv: Sequence[str]) -> int:
     shapes = shapes_of(cfg)
     plan, violations = checked_plan(cfg, shapes, known_memory(cfg.trainer, "cpu"), on_cpu=on_cpu)
     print((summary if only_summary else plan_table)(plan))
-    if not only_summary:
-        from scalerl.extras.plan.report import balance_line
-
-        print(balance_line(cfg, shapes["actor"]))
     if isinstance(cfg, PPOConfig) and plan.concurrency:
         from scalerl.extras.plan.seconds import predicted_seconds
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from scalerl.base.byte_units import GIB
+from scalerl.base.files import GIB
 from scalerl.config import LayoutSizes, PPOConfig, SFTConfig, model_roles, trained_layout
 from scalerl.config.batch_sizes import longest_sample
 from scalerl.config.schema import MegatronConfig, RolloutConfig

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from scalerl.base.byte_units import GIB
-from scalerl.config import PPOConfig, SFTConfig
-from scalerl.extras.plan.balance import full_length_balance, spread_balance
+from scalerl.base.files import GIB
 from scalerl.extras.plan.plan import CHECKPOINT_PIECE_BYTES, SOURCES, DevicePlan, MemoryPlan
-from scalerl.models import ModelShape
 
 
 def summary(plan: MemoryPlan) -> str:
@@ -30,7 +27,12 @@ def plan_table(plan: MemoryPlan) -> str:
     names = {name for device in plan.devices for phase in device.phases for name in phase.parts}
     lines += ["", "where the numbers come from"]
     lines += [f"  {part:<16}{source}" for part, source in SOURCES.items() if any(n.endswith(part) for n in names)]
-    return "\n".join([*lines, "", *_totals(plan), _checkpoint_line(plan)])
+    rank, node = CHECKPOINT_PIECE_BYTES / GIB, plan.devices_per_node * CHECKPOINT_PIECE_BYTES / GIB
+    checkpoint = (
+        f"host memory of a save that is waited for, and of a load: at most {rank:.2f} GiB for a rank, {node:.2f} GiB "
+        "on its node, in addition to its other memory"
+    )
+    return "\n".join([*lines, "", *_totals(plan), checkpoint])
 
 
 def fit_line(plan: MemoryPlan) -> str:
@@ -42,24 +44,6 @@ def fit_line(plan: MemoryPlan) -> str:
 
 def _of(plan: MemoryPlan) -> str:
     return "" if plan.memory_bytes is None else f" of {plan.memory_bytes / GIB:.1f}"
-
-
-def _checkpoint_line(plan: MemoryPlan) -> str:
-    piece, node = CHECKPOINT_PIECE_BYTES / GIB, plan.devices_per_node * CHECKPOINT_PIECE_BYTES / GIB
-    return (
-        f"host memory of a save that is waited for, and of a load: at most {piece:.2f} GiB for a rank, {node:.2f} GiB "
-        "on its node, beside what it holds"
-    )
-
-
-def balance_line(cfg: PPOConfig | SFTConfig, shape: ModelShape) -> str:
-    """How evenly the ranks share an update of the actor, as text."""
-    full, spread = full_length_balance(cfg, shape), spread_balance(cfg, shape)
-    return (
-        f"balance of an update over {full.dp_size} data-parallel rank(s): the busiest has {full.operations:.2f} times "
-        f"the mean's operations with samples of full length ({full.num_micro_batches} micro-batches each), "
-        f"{spread.operations:.2f} with lengths spread evenly up to it, and {spread.tokens:.2f} of its tokens then"
-    )
 
 
 def _ends(devices: Sequence[DevicePlan]) -> list[DevicePlan]:

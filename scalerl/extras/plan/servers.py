@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from scalerl.base.byte_units import GIB
+from scalerl.base.files import GIB
 from scalerl.config.schema import ServerConfig
 from scalerl.models import ModelShape
 from scalerl.models.sizes import FLOAT, ITEMSIZE, counted_params

@@ -47,7 +47,7 @@ def test_models_have_their_size(name: str, billions: float) -> None:
     ],
 )
 def test_ranks_hold_the_model_together(name: str, layout: Layout) -> None:
-    """Each number once: what a rank has, times the ranks of a stage, over the copies. Beside it only what is copied:
+    """Each number once: what a rank has, times the ranks of a stage, over the copies. Twice only what is copied:
     tensors that tp ranks have whole, and the tied embedding of the last stage."""
     shape = shape_of(name)
     stages = stage_parameters(shape, layout)
