@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import subprocess
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -33,7 +33,7 @@ usage: scalerl launch slurm [train | sft] key=value ... slurm.key=value ... [--d
   status    state, attempt and nodes of the run's job, its expected start, last line of the launcher, last step, newest
             checkpoint
   logs      the end of the job's output; --follow shows new lines, too; --all: the end of every log of the last attempt
-            (driver, nodes, servers), each line after the name of its log; --attempt N: of an earlier attempt
+            (driver, nodes, servers), each after its name; --attempt N: of an earlier attempt
   attach    a shell, or a command, on a node of the job
   cancel    end the job for good; with trainer.save_deadline_s the run saves first
 
@@ -41,7 +41,8 @@ RUN is trainer.default_local_dir. With slurm.seeds each run has RUN/seed_K; stat
 docs/slurm.md says what a job does.
 """
 LAUNCHERS_OWN = "[scalerl "
-BLOCK_BYTES = 1 << 16
+# Folders of an attempt that are read when the logs have led there.
+_OTHER_LOGS = ("ray", "preflight")
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -173,7 +174,7 @@ def _print_status(run_dir: Path, record: SubmittedJob) -> None:
     try:
         jobs = _jobs(record)
     except (SlurmError, UserError) as error:
-        # What the run has written is of interest just then.
+        # The files of the run are of interest just then.
         print(f"job {record.job_id}: unknown; {error}")
         jobs = []
     for each, job in jobs:
@@ -214,22 +215,12 @@ def last_step(run_dir: Path, attempt: Path) -> str | None:
 
 
 def last_line(path: Path, is_wanted: Callable[[str], bool]) -> str | None:
-    """The last line of a file for which `is_wanted` is true, however much follows it; None where there is none."""
+    """The last line of a file for which `is_wanted` is true, without its end; None where there is none."""
     if not path.exists():
         return None
-    return next((line for line in _lines_backwards(path) if is_wanted(line)), None)
-
-
-def _lines_backwards(path: Path) -> Iterator[str]:
-    with path.open("rb") as file:
-        left, rest = file.seek(0, os.SEEK_END), b""
-        while left > 0:
-            left, size = max(0, left - BLOCK_BYTES), min(BLOCK_BYTES, left)
-            file.seek(left)
-            # The first line of the block may begin before it.
-            rest, *whole = (file.read(size) + rest).split(b"\n")
-            yield from (line.decode("utf-8", errors="replace") for line in reversed(whole))
-        yield rest.decode("utf-8", errors="replace")
+    with path.open(encoding="utf-8", errors="replace") as file:
+        wanted = deque((line for line in map(str.rstrip, file) if is_wanted(line)), maxlen=1)
+    return wanted[0] if wanted else None
 
 
 def _current(jobs: list[tuple[SubmittedJob, Job | None]]) -> tuple[SubmittedJob, Job | None]:
@@ -256,30 +247,25 @@ def _logs(arguments: list[str]) -> int:
     parser.add_argument("--attempt", type=int, metavar="N")
     options = parser.parse_args(arguments)
     record, _ = _one_job(Path(options.run))
+    files, names = [Path(record.output)], "--quiet"
     if options.all or options.attempt is not None:
-        name = "latest" if options.attempt is None else f"attempt_{options.attempt}"
-        return _all_logs(Path(record.logs) / name, options.lines, options.follow)
-    output = Path(record.output)
-    if options.follow:
-        return subprocess.call(["tail", "-n", str(options.lines), "-F", str(output)])
-    if not output.exists():
-        raise UserError(f"{output}: not there yet; the job has not begun (scalerl launch status {options.run})")
-    print("".join(_last_lines(output, options.lines)), end="")
-    return 0
+        # Of a link the paths are those of the next attempt, too.
+        attempt = Path(record.logs) / ("latest" if options.attempt is None else f"attempt_{options.attempt}")
+        files, names = _logs_of(attempt), "--verbose"
+    if not files[0].exists():
+        raise UserError(f"{files[0]}: not there yet; the job has not begun (scalerl launch status {options.run})")
+    sys.stdout.flush()
+    following = ["--follow=name", "--retry"] if options.follow else []
+    return subprocess.call(["tail", names, f"--lines={options.lines}", *following, "--", *map(str, files)])
 
 
-def _all_logs(attempt: Path, lines: int, follow: bool) -> int:
-    from scalerl.extras.slurm.logs import ends_of, followed
-
+def _logs_of(attempt: Path) -> list[Path]:
+    """The logs of an attempt, the driver's first, without Ray's own and those of the preflight."""
     if not attempt.exists():
         there = ", ".join(sorted(path.name for path in attempt.parent.glob("attempt_*")))
         raise UserError(f"{attempt}: not there; " + (f"there are {there}" if there else "the job has not begun"))
-    for text in ends_of(attempt, lines):
-        print(text)
-    if follow:
-        for text in followed(attempt):
-            print(text, flush=True)
-    return 0
+    paths = [path for path in sorted(attempt.rglob("*.log")) if path.relative_to(attempt).parts[0] not in _OTHER_LOGS]
+    return sorted(paths, key=lambda path: path.name != "driver.log") or [attempt / "driver.log"]
 
 
 def _attach(arguments: list[str]) -> int:
@@ -329,13 +315,6 @@ def _record(run_dir: Path) -> SubmittedJob:
             f"{run_dir / RECORD}: not found; RUN is the trainer.default_local_dir of a run that scalerl launch started"
         )
     return record
-
-
-def _last_lines(path: Path, number: int) -> list[str]:
-    if not path.exists():
-        return []
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return list(deque(file, maxlen=number))
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {

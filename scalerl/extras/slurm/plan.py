@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from scalerl.base.cache_directory import CACHE_DIR_ENV
+from scalerl.base.files import CACHE_DIR_ENV
 from scalerl.config import ConfigError, Pool, PPOConfig, SFTConfig, compose, model_roles, pools_of
 from scalerl.config.error_collector import ErrorCollector
 from scalerl.config.schema import SlurmConfig
@@ -212,30 +212,16 @@ def risk_notes(slurm: SlurmConfig, cfg: PPOConfig | SFTConfig) -> Iterator[str]:
     """Yields what a lost node would cost a run that is to be requeued."""
     save_freq = cfg.trainer.save_freq
     if slurm.max_restarts > 0 and save_freq != 1 and not (isinstance(cfg, PPOConfig) and cfg.trainer.val_only):
-        if save_freq > 1:
-            what = f"{save_freq} steps at most; trainer.save_freq=1 costs one"
-        else:
-            what = (
-                "all steps since the job's last notice, or since the run's beginning; set trainer.save_freq=N to lose "
-                "N steps at most"
-            )
-        yield f"trainer.save_freq={save_freq}: a lost node or a failure costs {what}{_price_of_saves(cfg)}"
+        lost = f"{save_freq} steps at most" if save_freq > 1 else "all steps since the job's last notice or its start"
+        yield (
+            f"trainer.save_freq={save_freq}: a lost node or a failure costs {lost}; trainer.save_freq=N costs N steps "
+            "at most, trainer.async_save=true saves in the background, and trainer.max_actor_ckpt_to_keep=2 keeps two"
+        )
     if slurm.spare_nodes > cfg.trainer.max_rank_restarts:
         yield (
             f"slurm.spare_nodes={slurm.spare_nodes}, but trainer.max_rank_restarts={cfg.trainer.max_rank_restarts}: "
             "after more lost nodes than that the job is requeued, though it has a spare one"
         )
-
-
-def _price_of_saves(cfg: PPOConfig | SFTConfig) -> str:
-    """Says what frequent saves take, and which keys make it less."""
-    if cfg.trainer.async_save:
-        price = ", and those that pass while a checkpoint is written (trainer.async_save)"
-    else:
-        price = ". trainer.async_save=true writes checkpoints in the background"
-    if cfg.trainer.max_actor_ckpt_to_keep is None:
-        price += ". All checkpoints stay; trainer.max_actor_ckpt_to_keep=2 keeps two"
-    return price
 
 
 def _compose(
@@ -326,19 +312,15 @@ def time_violations(slurm: SlurmConfig) -> Iterator[str]:
 
 
 def partition_violations(slurm: SlurmConfig, num_nodes: int, known: Sequence[Partition]) -> Iterator[str]:
-    """Yields what breaks a limit of the partition; whether it has such nodes, Slurm says (sbatch --test-only)."""
+    """Yields what breaks a limit of the partition; Slurm says everything else (sbatch --test-only)."""
     wrong_time = list(time_violations(slurm))
     yield from wrong_time
     partition = chosen_partition(slurm, known)
     if partition is None:
         names = ", ".join(sorted(each.name for each in known)) or "none"
-        if slurm.partition is not None:
-            yield f"slurm.partition = {slurm.partition}: there is no such partition; there are {names}"
-        elif known:
-            yield f"slurm.partition = null: the site has no default partition; set one of {names}"
+        what = "the site has no default partition" if slurm.partition is None else "there is no such partition"
+        yield f"slurm.partition = {show(slurm.partition)}: {what}; there are {names}"
         return
-    if not partition.is_up:
-        yield f"slurm.partition = {partition.name}: it is not up (scontrol show partition {partition.name})"
     most = min(partition.total_nodes, partition.max_nodes or partition.total_nodes)
     if num_nodes > most:
         spare = f" ({slurm.spare_nodes} of them spare)" if slurm.spare_nodes else ""
@@ -390,18 +372,14 @@ def secret_violations(slurm: SlurmConfig, overrides: Sequence[str] = ()) -> Iter
 
 def container_violations(slurm: SlurmConfig, has_pyxis: bool) -> Iterator[str]:
     """Yields what is wrong with the keys of the container."""
-    image = f"slurm.image={'IMAGE.sqsh' if slurm.container == 'pyxis' else 'IMAGE.sif'}"
     if slurm.container == "none":
-        used = {f"slurm.{name}": value for name in ("image", "mounts") if (value := getattr(slurm, name))}
-        if used:
-            more = "" if slurm.image else f" and {image}"
-            yield (
-                f"{' and '.join(f'{key} = {show(value)}' for key, value in used.items())}: without a container; set "
-                f"slurm.container=apptainer{more}, or pyxis, or leave {' and '.join(used)} out"
-            )
+        for name in ("image", "mounts"):
+            if value := getattr(slurm, name):
+                yield f"slurm.{name} = {show(value)}: without a container; set slurm.container=apptainer or pyxis"
         return
     if slurm.image is None:
-        yield f"slurm.image = null: slurm.container={slurm.container} needs one; set {image}, or slurm.container=none"
+        image = "IMAGE.sqsh" if slurm.container == "pyxis" else "IMAGE.sif"
+        yield f"slurm.image = null: slurm.container={slurm.container} needs one; set slurm.image={image}"
     elif slurm.image.startswith(os.sep) and not os.path.exists(slurm.image):
         yield f"slurm.image = {slurm.image}: no such file"
     if slurm.container == "pyxis" and not has_pyxis:

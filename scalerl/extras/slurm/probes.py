@@ -12,8 +12,14 @@ from pathlib import Path
 from scalerl.base import nvidia
 from scalerl.cluster.probes import Finding
 from scalerl.cluster.probes.gpu import check_driver, find_devices, health_findings
-from scalerl.cluster.probes.hardware import nvidia_smi
-from scalerl.cluster.probes.host import MIN_FREE_DISK_GIB, MIN_SHM_GIB, check_compiler, check_disk, check_shared_memory
+from scalerl.cluster.probes.host import (
+    MIN_FREE_DISK_GIB,
+    MIN_SHM_GIB,
+    check_compiler,
+    check_disk,
+    check_shared_memory,
+    nvidia_smi,
+)
 
 PACKAGES = ("scalerl", "torch", "ray", "megatron-core", "sglang", "transformers", "transformer-engine")
 

@@ -1,4 +1,4 @@
-"""The record of a run's jobs: `extras/slurm/job.json` in the run's directory, written at each submission."""
+"""The record of a run's jobs: `launch/job.json` in the run's directory, written at each submission."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from scalerl.base.whole_file import whole_file
+from scalerl.base.files import whole_file
 from scalerl.errors import UserError
 
 RECORD = Path("launch/job.json")

@@ -35,7 +35,6 @@ class Partition:
 
     name: str
     is_default: bool
-    is_up: bool
     total_nodes: int
     max_nodes: int | None
     max_time_s: int | None
@@ -87,7 +86,6 @@ def _partition(fields: dict[str, str]) -> Partition:
     return Partition(
         name=fields["PartitionName"],
         is_default=fields["Default"] == "YES",
-        is_up=fields["State"] == "UP",
         total_nodes=int(fields["TotalNodes"]),
         max_nodes=None if max_nodes in UNLIMITED else int(max_nodes),
         max_time_s=None if max_time in UNLIMITED else seconds_of(max_time),

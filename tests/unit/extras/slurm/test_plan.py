@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pytest
 
-from scalerl.config import ConfigError, Pool, compose, pools_of
+from scalerl.config import ConfigError, Pool, compose
 from scalerl.config.schema import SlurmConfig
 from scalerl.errors import UserError
 from scalerl.extras.slurm import plan as plan_module
@@ -36,8 +36,8 @@ from scalerl.extras.slurm.slurm import Partition, SlurmError, seconds_of
 GOLDEN = Path(__file__).parent / "golden"
 RUN = ["data.train_files=t.parquet", "data.val_files=v.parquet", "actor_rollout_ref.model.path=model"]
 EIGHT = ["trainer.n_gpus_per_node=8"]
-MAIN = Partition("main", is_default=True, is_up=True, total_nodes=8, max_nodes=4, max_time_s=3600)
-SMALL = Partition("small", is_default=False, is_up=False, total_nodes=2, max_nodes=None, max_time_s=None)
+MAIN = Partition("main", is_default=True, total_nodes=8, max_nodes=4, max_time_s=3600)
+SMALL = Partition("small", is_default=False, total_nodes=2, max_nodes=None, max_time_s=None)
 
 
 @pytest.mark.parametrize(
@@ -124,13 +124,6 @@ def test_a_job_has_the_name_of_its_run_which_a_requeued_one_has_too(tmp_path: Pa
     assert plan_module._compose("train", [], [*RUN, *EIGHT, "trainer.experiment_name=mine"])[3] == []
 
 
-def test_pools_have_nodes_of_their_own() -> None:
-    cfg = compose(
-        "ppo", [*RUN, "+recipe=ppo", *EIGHT, "trainer.nnodes=2", "critic.resource_pool.nnodes=3"], rules=False
-    )
-    assert list(pools_of(cfg)) == [Pool("trainer", 2, 8), Pool("critic.resource_pool", 3, 8)]
-
-
 @pytest.mark.parametrize(
     ("slurm", "pools", "gpus", "starts"),
     [
@@ -157,10 +150,8 @@ def test_what_does_not_fit_the_nodes(slurm: SlurmConfig, pools: list[Pool], gpus
         (SlurmConfig(), 5, "slurm.nodes = 5: a job of partition main has 4 at most"),
         (SlurmConfig(spare_nodes=2), 6, "slurm.nodes = 6 (2 of them spare): a job of partition main has 4 at most"),
         (SlurmConfig(time="1:00:01"), 1, "slurm.time = 1:00:01: partition main allows 60 minutes"),
-        (SlurmConfig(time="soon"), 1, "slurm.time = soon: no time limit"),
         (SlurmConfig(time="5:00"), 1, "slurm.notice_s = 300: not below slurm.time=5:00"),
         (SlurmConfig(partition="mian"), 1, "slurm.partition = mian: there is no such partition; there are main, small"),
-        (SlurmConfig(partition="small"), 1, "slurm.partition = small: it is not up"),
     ],
 )
 def test_what_the_partition_does_not_allow(slurm: SlurmConfig, num_nodes: int, expected_start: str | None) -> None:
@@ -175,22 +166,13 @@ def test_what_the_partition_does_not_allow(slurm: SlurmConfig, num_nodes: int, e
     [
         (SlurmConfig(), False, []),
         (SlurmConfig(container="pyxis", image="a#b"), True, []),
-        (
-            SlurmConfig(container="pyxis", image="a#b"),
-            False,
-            ["slurm.container = pyxis: srun has no --container-image"],
-        ),
+        (SlurmConfig(container="pyxis", image="a#b"), False, ["slurm.container = pyxis: srun has no --container-im"]),
         (SlurmConfig(container="apptainer"), False, ["slurm.image = null: slurm.container=apptainer needs one; set "]),
         (SlurmConfig(container="apptainer", image="/no/a.sif"), False, ["slurm.image = /no/a.sif: no such file"]),
         (
             SlurmConfig(image="a.sif", mounts=["/x"]),
             False,
-            ["slurm.image = a.sif and slurm.mounts = [/x]: without a container; set slurm.container=apptainer, or p"],
-        ),
-        (
-            SlurmConfig(mounts=["/x"]),
-            False,
-            ["slurm.mounts = [/x]: without a container; set slurm.container=apptainer and slurm.image=IMAGE.sif, or"],
+            ["slurm.image = a.sif: without a container", "slurm.mounts = [/x]: without a container"],
         ),
     ],
 )
@@ -230,16 +212,6 @@ def test_secrets_of_the_run_are_not_on_the_jobs_command_line() -> None:
     assert not any(value in text for text in said for value in ("pw", "sk-1", "id:key"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["MLFLOW_TRACKING_PASSWORD", "DB_PASSWD", "SSH_PRIVATE_KEY", "SWANLAB_KEY", "WANDB_API_KEY", "AWS_ACCESS_KEY_ID",
-     "GPG_PASSPHRASE", "OPENAI_APIKEY"],
-)  # fmt: skip
-def test_names_of_secrets(name: str) -> None:
-    (violation,) = secret_violations(SlurmConfig(env={name: "x"}))
-    assert violation.startswith(f"slurm.env has {name}")
-
-
 def test_a_later_submission_leaves_the_paths_of_a_job_that_runs(tmp_path: Path) -> None:
     """Its next attempts read them."""
     files = []
@@ -273,13 +245,10 @@ def test_copies_of_what_is_at_urls_are_where_all_nodes_see_them(
     ("given", "seconds", "override", "note"),
     [
         (None, 60, "=48", "=48: set for you, as a cancelled or preempted job has 60 s"),
-        (None, 30, "=20", "=20: set for you"),
         # Too few for anything, or not known.
         (None, 10, None, None),
         (None, 0, None, None),
         (20.0, 30, None, None),
-        (0.0, 30, None, None),
-        (90.0, 0, None, None),
         (90.0, 60, None, "=90: Slurm kills a cancelled or preempted job 60 s after SIGTERM"),
     ],
 )
@@ -294,33 +263,20 @@ def test_a_run_saves_within_what_slurm_leaves_it(
 
 
 def test_what_slurm_leaves_a_run() -> None:
-    graceful = Partition("low", is_default=False, is_up=True, total_nodes=1, max_nodes=1, max_time_s=None, grace_s=20)
+    graceful = Partition("low", is_default=False, total_nodes=1, max_nodes=1, max_time_s=None, grace_s=20)
     assert (seconds_to_end(MAIN, 30), seconds_to_end(graceful, 30), seconds_to_end(graceful, 10)) == (30, 20, 10)
     assert seconds_to_end(None, 30) == 30
 
 
-ALL_STEPS = "all steps since the job's last notice"
-ASYNC = ["trainer.async_save=true", "trainer.max_actor_ckpt_to_keep=2"]
-
-
 @pytest.mark.parametrize(
     ("save_freq", "more", "said"),
-    [
-        (-1, [], [ALL_STEPS, "set trainer.save_freq=N to lose N steps at most", "async_save=true", "ckpt_to_keep=2"]),
-        (0, [], [ALL_STEPS]),
-        (5, [], ["5 steps at most; trainer.save_freq=1 costs one", "async_save=true", "All checkpoints stay"]),
-        (5, ASYNC, ["5 steps at most; trainer.save_freq=1 costs one, and those that pass while a checkpoint is"]),
-        (1, [], None),
-        (-1, ["trainer.val_only=true"], None),
-    ],
+    [(-1, [], "all steps"), (5, [], "5 steps at most"), (1, [], None), (-1, ["trainer.val_only=true"], None)],
 )
-def test_what_a_lost_node_would_cost_is_said(save_freq: int, more: list[str], said: list[str] | None) -> None:
+def test_what_a_lost_node_would_cost_is_said(save_freq: int, more: list[str], said: str | None) -> None:
     cfg = compose("ppo", [*RUN, *EIGHT, f"trainer.save_freq={save_freq}", *more], rules=False)
     notes = list(risk_notes(SlurmConfig(), cfg))
-    start = f"trainer.save_freq={save_freq}: a lost node or a failure costs "
+    start = f"trainer.save_freq={save_freq}: a lost node or a failure costs {said}"
     assert [text.startswith(start) for text in notes] == ([] if said is None else [True])
-    assert all(words in text for text in notes for words in said or [])
-    assert all(("All checkpoints stay" in text) == (more == []) for text in notes)
     assert list(risk_notes(SlurmConfig(max_restarts=0), cfg)) == []
 
 
@@ -381,27 +337,24 @@ def test_what_is_no_time_limit(text: str) -> None:
         seconds_of(text)
 
 
-@pytest.mark.parametrize(
-    ("override", "text"),
-    [
-        ("slurm.nodes=0", "slurm.nodes = 0"),
-        ("slurm.node=2", "did you mean slurm.nodes"),
-        ("slurm.gpu_option=gpus", "slurm.gpu_option = gpus"),
-        ("slurm.notice_s=0", "slurm.notice_s = 0"),
-        ("slurm.spare_nodes=-1", "slurm.spare_nodes = -1"),
-        ("slurm.min_shm_gib=-1", "slurm.min_shm_gib = -1"),
-        ("slurm.max_restarts=-1", "slurm.max_restarts = -1"),
-        ("slurm.max_failures=0", "slurm.max_failures = 0"),
-        ("slurm.gpus_per_node=-1", "slurm.gpus_per_node = -1"),
-        ("slurm.time=''", "slurm.time = ''"),
-        ("slurm.seeds=[1,1]", "slurm.seeds = [1,1]"),
-        ("slurm.seeds=[-1]", "slurm.seeds = [-1]"),
-    ],
-)
-def test_what_a_key_may_not_be(override: str, text: str) -> None:
+@pytest.mark.parametrize("override", ["slurm.nodes=0", "slurm.node=2", "slurm.max_failures=0", "slurm.seeds=[1,1]"])
+def test_what_a_key_may_not_be(override: str) -> None:
     with pytest.raises(ConfigError) as error:
         compose("launch", [override])
-    assert len(error.value.violations) == 1 and text in error.value.violations[0]
+    assert len(error.value.violations) == 1 and override.partition("=")[0] in error.value.violations[0]
+
+
+def test_names_of_secrets() -> None:
+    for name in (
+        "MLFLOW_TRACKING_PASSWORD",
+        "DB_PASSWD",
+        "SSH_PRIVATE_KEY",
+        "SWANLAB_KEY",
+        "GPG_PASSPHRASE",
+        "A_APIKEY",
+    ):
+        (violation,) = secret_violations(SlurmConfig(env={name: "x"}))
+        assert violation.startswith(f"slurm.env has {name}")
 
 
 def test_devices_of_a_node_are_not_those_of_the_machine_that_submits() -> None:
