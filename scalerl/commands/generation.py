@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from scalerl.base.threads import in_daemon
+from scalerl.base.process import in_daemon
 from scalerl.cluster.pools import ResourcePool, are_here
 from scalerl.cluster.processes import Processes, leased
 from scalerl.commands.parts import Parts

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
     from scalerl.cluster.processes import Processes
     from scalerl.commands.generation import Prompt
     from scalerl.commands.parts import Fingerprint
-
-
-log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None, processes: Processes | None = None) -> int:
@@ -93,24 +89,19 @@ class GenerationInputs:
 def check_generation(cfg: GenerationConfig) -> GenerationInputs:
     """Checks everything, and returns the inputs.  Raises ConfigError with every violation that was found."""
     from scalerl.cluster.device import resolve_device
-    from scalerl.cluster.ray_start import one_machine_violations
+    from scalerl.cluster.ray_session import one_machine_violations
     from scalerl.commands.generation import check_new_columns, read_prompts
     from scalerl.commands.parts import fingerprint
     from scalerl.config.error_collector import ErrorCollector
     from scalerl.data import load_tokenizer
-    from scalerl.data.chat import (
-        ordinary_ends,
-        require_chat_template,
-        template_without_end,
-        unknown_options,
-        use_chat_template,
-    )
+    from scalerl.data.chat import require_chat_template, use_chat_template
     from scalerl.data.files import resolve_files
     from scalerl.data.model_source import fetch_models
     from scalerl.data.tables import joined, output_problems, read_tables
     from scalerl.models import eos_token_ids
     from scalerl.rollout.servers.context_length import check_context_length
     from scalerl.rollout.servers.engines import ENGINES
+    from scalerl.trainer.checks.models import ends_of_answers_violations
 
     errors = ErrorCollector()
     device = errors.attempt(partial(resolve_device, cfg.trainer.device)) or "cpu"
@@ -129,11 +120,8 @@ def check_generation(cfg: GenerationConfig) -> GenerationInputs:
         errors.attempt(lambda: use_chat_template(tokenizer, cfg.data.chat_template_path))
         errors.attempt(lambda: require_chat_template(tokenizer))
         eos_ids = errors.attempt(lambda: eos_token_ids(cfg.model.path)) or ()
-        errors.violations.extend(f"model.path = {cfg.model.path}: {end}" for end in ordinary_ends(tokenizer, eos_ids))
-        if line := template_without_end(tokenizer, eos_ids, cfg.data.chat_template_kwargs):
-            log.warning("model.path = %s: %s", cfg.model.path, line)
-        if line := unknown_options(tokenizer, cfg.data.chat_template_kwargs):
-            log.warning("model.path = %s: %s", cfg.model.path, line)
+        setting, kwargs = f"model.path = {cfg.model.path}", cfg.data.chat_template_kwargs
+        errors.violations.extend(ends_of_answers_violations(setting, tokenizer, eos_ids, kwargs))
     files = errors.attempt(lambda: resolve_files(cfg.data.path, cfg.data.cache_dir))
     tables = table = prompts = None
     if files is not None:

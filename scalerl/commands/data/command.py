@@ -15,8 +15,7 @@ from scalerl.commands.data import own_rows, reasoning_gym_rows
 from scalerl.commands.data.hub_sets import HubSet
 from scalerl.commands.data.own_rows import OwnColumns, as_conversations, read_own
 from scalerl.commands.data.rows import SOURCES, DataSource
-from scalerl.commands.data.splits import TRAIN, VAL, Rows, Split, split_of, split_rows
-from scalerl.commands.data.writing import schema_of, write_all
+from scalerl.commands.data.splits import TRAIN, VAL, Rows, schema_of, split_of, split_rows, write_all
 from scalerl.config.schema import DataConfig
 from scalerl.data.files import SUFFIXES, DataFile, lone_surrogate, read_chunks, resolve_files
 from scalerl.data.local_copy import is_remote
@@ -34,12 +33,10 @@ def main(argv: list[str] | None = None) -> int:
     for option in ("prompt", "answer", "template", "system", "data_source", "instruction"):
         if (half := lone_surrogate(getattr(arguments, option, None))) is not None:
             raise DataError([f"--{option.replace('_', '-')}: holds {half}, which is no character; write it as UTF-8"])
-    if arguments.name == own_rows.NAME:
-        return _own(arguments)
     tokenizer = _tokenizer(arguments.model)
-    split = _generate(arguments) if arguments.name == reasoning_gym_rows.NAME else _convert(arguments)
-    tables = {TRAIN: split.train, VAL: split.val}
-    _report(split, write_all(tables, arguments.out, overwrite=arguments.overwrite))
+    makers = {own_rows.NAME: _own, reasoning_gym_rows.NAME: _generate}
+    tables, dropped = makers.get(arguments.name, _convert)(arguments)
+    _report(tables, dropped, write_all(tables, arguments.out, overwrite=arguments.overwrite))
     _report_unknown(tables, tokenizer)
     return 0
 
@@ -63,7 +60,7 @@ def _report_unknown(tables: dict[str, Rows], tokenizer: PreTrainedTokenizerBase 
             print(f"{name}: {shown_rows(unknown.rows)}: {unknown}; scalerl {command} refuses them")
 
 
-def _convert(arguments: argparse.Namespace) -> Split:
+def _convert(arguments: argparse.Namespace) -> tuple[dict[str, Rows], dict[str, int]]:
     source = SOURCES[arguments.name]
     files = _files(arguments, SUFFIXES)
     read: dict[str, Rows] = {TRAIN: [], VAL: []}
@@ -73,16 +70,16 @@ def _convert(arguments: argparse.Namespace) -> Split:
         if len(files) <= _MAX_FILES_SHOWN:
             print(f"{file.name}: {len(rows)} rows of {split}")
     print(f"{len(files)} files: {len(read[TRAIN])} rows of {TRAIN}, {len(read[VAL])} of {VAL}")
-    return split_rows(read[TRAIN], read[VAL], arguments.val_size, arguments.seed)
+    split = split_rows(read[TRAIN], read[VAL], arguments.val_size, arguments.seed)
+    return split.tables, split.dropped
 
 
-def _own(arguments: argparse.Namespace) -> int:
+def _own(arguments: argparse.Namespace) -> tuple[dict[str, Rows], dict[str, int]]:
     if (arguments.prompt is None) == (arguments.template is None):
         raise DataError(["give one of --prompt COLUMN and --template TEXT"])
     columns = OwnColumns(
         arguments.prompt, arguments.answer, arguments.template, arguments.system, arguments.data_source, arguments.sft
     )
-    tokenizer = _tokenizer(arguments.model)
     files = _files(arguments, own_rows.OWN_SUFFIXES)
     read: dict[str, Rows] = {TRAIN: [], VAL: []}
     for file, name in files:
@@ -90,30 +87,12 @@ def _own(arguments: argparse.Namespace) -> int:
         read[name] += rows
         print(f"{file.name}: {len(rows)} rows of {name}")
     split = split_rows(read[TRAIN], read[VAL], arguments.val_size, arguments.seed)
-    tables = {TRAIN: split.train, VAL: split.val}
     if columns.is_sft:
-        tables = {name: as_conversations(rows) for name, rows in tables.items()}
-    paths = write_all(tables, arguments.out, overwrite=arguments.overwrite)
-    _report_own(tables, split.dropped, paths)
-    _report_unknown(tables, tokenizer)
-    return 0
+        return {name: as_conversations(rows) for name, rows in split.tables.items()}, split.dropped
+    return split.tables, split.dropped
 
 
-def _report_own(tables: dict[str, Rows], dropped: dict[str, int], paths: dict[str, Path]) -> None:
-    for reason, count in dropped.items():
-        print(f"dropped {count} rows that {reason}")
-    for name, rows in tables.items():
-        print(f"wrote {paths[name]}: {len(rows)} rows")
-    print("columns:")
-    for field in schema_of(tables[TRAIN]):
-        print(f"  {field.name}: {field.type}")
-    for number, row in enumerate(tables[TRAIN][:2]):
-        print(f"row {number}: {json.dumps(row, ensure_ascii=False)}")
-    command = "sft" if "messages" in tables[TRAIN][0] else "train"
-    print(f"next: scalerl {command} data.train_files={paths[TRAIN]} data.val_files={paths[VAL]} ...")
-
-
-def _generate(arguments: argparse.Namespace) -> Split:
+def _generate(arguments: argparse.Namespace) -> tuple[dict[str, Rows], dict[str, int]]:
     options = reasoning_gym_rows.parse_options(arguments.option)
     sizes = {TRAIN: arguments.size, VAL: arguments.val_size}
     generated = reasoning_gym_rows.generate(arguments.task, sizes, arguments.seed, options, arguments.instruction)
@@ -121,7 +100,7 @@ def _generate(arguments: argparse.Namespace) -> Split:
         if len(generated.rows[name]) < size:
             print(f"task {arguments.task} gave {len(generated.rows[name])} different rows of {name}, not {size}")
     split = split_rows(generated.rows[TRAIN], generated.rows[VAL], None, arguments.seed)
-    return Split(split.train, split.val, generated.dropped | split.dropped)
+    return split.tables, generated.dropped | split.dropped
 
 
 _MAX_FILES_SHOWN = 20
@@ -252,14 +231,15 @@ def _read(file: DataFile, source: DataSource, instruction: str) -> Rows:
     return rows
 
 
-def _report(split: Split, paths: dict[str, Path]) -> None:
-    for reason, count in split.dropped.items():
+def _report(tables: dict[str, Rows], dropped: dict[str, int], paths: dict[str, Path]) -> None:
+    for reason, count in dropped.items():
         print(f"dropped {count} rows that {reason}")
-    for name, rows in ((TRAIN, split.train), (VAL, split.val)):
+    for name, rows in tables.items():
         print(f"wrote {paths[name]}: {len(rows)} rows")
     print("columns:")
-    for field in schema_of(split.train):
+    for field in schema_of(tables[TRAIN]):
         print(f"  {field.name}: {field.type}")
-    first = split.train[0]
-    print(f"first prompt: {first['prompt']}\nits ground truth: {first['reward_model']['ground_truth']}")
-    print(f"next: scalerl train data.train_files={paths[TRAIN]} data.val_files={paths[VAL]} ...")
+    for number, row in enumerate(tables[TRAIN][:2]):
+        print(f"row {number}: {json.dumps(row, ensure_ascii=False)}")
+    command = "sft" if "messages" in tables[TRAIN][0] else "train"
+    print(f"next: scalerl {command} data.train_files={paths[TRAIN]} data.val_files={paths[VAL]} ...")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import string
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
-from scalerl.commands.data.csv_rows import csv_chunks
-from scalerl.commands.data.number_texts import check_numbers, number_text
-from scalerl.data.files import SUFFIXES, Chunk, read_chunks
+from scalerl.data.files import SUFFIXES, Chunk, add_bad_column, read_chunks
 from scalerl.data.messages import check_messages
 from scalerl.data.problems import DataError, FileProblems, excerpt, type_name
 
@@ -20,6 +20,9 @@ ABOUT = "your own csv, json, jsonl or parquet, or a data set of the Hugging Face
 OWN_SUFFIXES = (*SUFFIXES, ".csv")
 # Files in folders of data sets that hold no rows.
 NO_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+# Decimal digits that a number of 64 bits can hold: where it shows more, the last ones are of its rounding.
+_MAX_DIGITS = 15
+_MISSING = ("nan", "none", "null", "nat", "na", "n/a", "<na>")
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,8 @@ def read_own(path: str, name: str, columns: OwnColumns) -> list[dict[str, Any]]:
     """Reads every row of a file.  Raises DataError with all problems of the file."""
     problems, rows = FileProblems(name), []
     needed, answers = columns.needed, []
-    for chunk in _chunks(path, needed, problems):
+    read = csv_chunks if Path(path).suffix == ".csv" else read_chunks
+    for chunk in read(path, needed, problems):
         for row, record in chunk:
             if record.keys() >= set(needed) and (converted := columns.row(row, record, problems)) is not None:
                 rows.append(converted)
@@ -136,9 +140,78 @@ def read_own(path: str, name: str, columns: OwnColumns) -> list[dict[str, Any]]:
     return rows
 
 
-def _chunks(path: str, columns: list[str], problems: FileProblems) -> Iterator[Chunk]:
-    read = csv_chunks if Path(path).suffix == ".csv" else read_chunks
-    return read(path, columns, problems)
+def csv_chunks(path: str, columns: Sequence[str], problems: FileProblems) -> Iterator[Chunk]:
+    """Yields the rows of a csv file with a header, each as (row number, {column: text}), as `files.read_chunks` does.
+
+    Neither the header nor a blank line counts as a row; a text may have several lines.
+    """
+    csv.field_size_limit(sys.maxsize)
+    chunk: Chunk = []
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, strict=True)
+            header = next(reader, [])
+            for column in columns:
+                if header.count(column) != 1:
+                    add_bad_column(problems, column, header)
+            for row, fields in enumerate(filter(None, reader)) if not problems else ():
+                if len(fields) != len(header):
+                    problem = f"{len(fields)} fields, where the header has {len(header)}"
+                    problems.add(problem, "quote a text that has commas or line ends", row=row)
+                    continue
+                record = dict(zip(header, fields, strict=True))
+                chunk.append((row, {column: record[column] for column in columns}))
+    except (csv.Error, UnicodeDecodeError) as error:
+        problems.add(f"a file that is not readable csv ({error})", "write it as UTF-8 text with commas and quotes")
+    yield chunk
+
+
+def number_text(value: int | float | Decimal) -> str:
+    """A number without exponent and needless zeros: 72 for 72.0, 10000000000000000 for 1e16.
+
+    Raises ValueError for a number that is none (NaN, infinite), shows its rounding (0.30000000000000004), or is a
+    truth value.
+    """
+    if isinstance(value, bool):
+        raise ValueError(f"{value}, a truth value")
+    if isinstance(value, int):
+        return str(value)
+    number = Decimal(repr(value)) if isinstance(value, float) else value
+    if not number.is_finite():
+        raise ValueError(f"{value}, which is no number")
+    if isinstance(value, float) and len(number.normalize().as_tuple().digits) > _MAX_DIGITS:
+        raise ValueError("a number that shows its rounding")
+    text = format(number, "f")
+    if "." in text:
+        text = text.rstrip("0").rstrip(".")
+    return text if number else "0"
+
+
+def check_numbers(texts: Sequence[tuple[int, str]], column: str, problems: FileProblems) -> None:
+    """Adds a problem for texts that are no answers in a column whose other texts are all numbers.
+
+    They are words for a missing value, exponents, and the roundings of a program that wrote them.
+    texts: (row, text).
+    """
+    shown_of = {row: text.strip().replace(",", "") for row, text in texts}
+    try:
+        numbers = {row: Decimal(shown) for row, shown in shown_of.items() if shown.lower() not in _MISSING}
+    except InvalidOperation:
+        return
+    if not any(number.is_finite() for number in numbers.values()):
+        return
+    for row, shown in shown_of.items():
+        number = numbers.get(row)
+        if number is None or not number.is_finite():
+            _add("no number, where the other rows have one", row, column, shown, problems)
+        elif "e" in shown.lower():
+            _add("a number with an exponent", row, column, shown, problems)
+        elif "." in shown and len(number.normalize().as_tuple().digits) > _MAX_DIGITS and repr(float(shown)) == shown:
+            _add("a number that shows its rounding", row, column, shown, problems)
+
+
+def _add(what: str, row: int, column: str, text: str, problems: FileProblems) -> None:
+    problems.add(what, "write it as a response should have it, or remove the row", row=row, column=column, value=text)
 
 
 def as_conversations(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from scalerl.commands.data.number_texts import number_text
+from scalerl.commands.data.own_rows import number_text
 from scalerl.data.problems import FileProblems, excerpt, type_name
 from scalerl.data.prompt_rows import PromptColumns, check_prompt_rows
 

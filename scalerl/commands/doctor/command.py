@@ -12,7 +12,7 @@ from pathlib import Path
 
 import scalerl
 from scalerl.base import nvidia
-from scalerl.base.byte_units import GIB
+from scalerl.base.files import GIB
 from scalerl.base.nvidia import NvidiaDevice, find_nvidia_device
 from scalerl.cluster.probes import Finding, side_by_side
 from scalerl.cluster.probes.gpu import Devices, check_transformer_engine, find_devices, gpu_findings

@@ -11,8 +11,7 @@ from functools import cache
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from scalerl.cluster.probes.finding import Finding
-from scalerl.cluster.probes.interpreter import run_interpreter
+from scalerl.cluster.probes.finding import Finding, run_interpreter
 from scalerl.rollout.servers.sglang.cpu_shim import shim_environment
 
 
