@@ -120,7 +120,7 @@ def read_validations(metrics: Path) -> list[float]:
 def summary(run_dir: Path, before_sft: float, after_sft: float, after_rl: float, seconds: float) -> str:
     from mlflow import MlflowClient
 
-    from scalerl.tracking.mlflow_pages import LOCAL_ADDRESS, charts_page
+    from scalerl.tracking.mlflow_names import LOCAL_ADDRESS, charts_page
 
     out, algorithm = run_dir.parent, run_dir.name
     uri = f"sqlite:///{run_dir / 'mlflow.db'}"

@@ -1,7 +1,7 @@
 """Heartbeat of a rank's process: its phase, rewritten every second, and on demand its stacks and collectives.
 
-All of this is in files beside Ray's logs of that node, so that a process that hangs can be asked, and a stopped
-process can be told from a working one.
+All of this is in files in the directory of Ray's logs of that node, so that a process that hangs can be asked, and a
+stopped process can be told from a working one.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import contextlib
 import faulthandler
 import json
 import os
-import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 INTERVAL_S = 1.0
-# Makes faulthandler write the stacks of all threads, also of a process that holds the interpreter's lock.
-STACKS_SIGNAL = signal.SIGRTMIN + 6
 IDLE = "no call"
 
 
@@ -29,18 +27,17 @@ IDLE = "no call"
 class BeatFiles:
     """The files of one process's heartbeat.
 
-    beat: rewritten every second.  stacks: grows at each STACKS_SIGNAL.  flight: the trace of the last collectives.
-    ask: created to request `flight`, and removed when that is written.
+    beat: rewritten every second.  ask: created to request `answer`, and removed when that is written.
+    answer: {"stacks": text, "flight": trace of the last collectives by backend}.
     """
 
     beat: Path
-    stacks: Path
     ask: Path
-    flight: Path
+    answer: Path
 
     @classmethod
     def of(cls, logs: Path, pid: int) -> BeatFiles:
-        return cls(*(logs / f"rank-{pid}.{name}" for name in ("beat", "stacks", "ask", "flight.json")))
+        return cls(*(logs / f"rank-{pid}.{name}" for name in ("beat", "ask", "answer")))
 
 
 class Heartbeat:
@@ -51,9 +48,6 @@ class Heartbeat:
         self.rank = -1
         self._phases: list[tuple[str, float]] = [(IDLE, time.time())]
         self._writing = threading.Lock()
-        # Open as long as the process lives.
-        self._stacks = self.files.stacks.open("w", encoding="utf-8")
-        faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True, chain=False)
         threading.Thread(target=self._beat_for_ever, name="heartbeat", daemon=True).start()
 
     @contextlib.contextmanager
@@ -68,25 +62,36 @@ class Heartbeat:
 
     def beat(self) -> None:
         name, since = self._phases[-1]
-        text = json.dumps({"rank": self.rank, "phase": name, "since": since, "at": time.time()})
-        partial = self.files.beat.with_suffix(".tmp")
         # A full or lost disk must not end a rank that works.
         with contextlib.suppress(OSError), self._writing:
-            partial.write_text(text, encoding="utf-8")
-            os.replace(partial, self.files.beat)
+            _write(self.files.beat, {"rank": self.rank, "phase": name, "since": since, "at": time.time()})
 
     def _beat_for_ever(self) -> None:
         while True:
             self.beat()
             if self.files.ask.exists():
                 with contextlib.suppress(OSError):
-                    self.files.flight.write_text(flight_record(), encoding="utf-8")
+                    _write(self.files.answer, {"stacks": _stacks(), "flight": flight_record()})
                     self.files.ask.unlink()
             time.sleep(INTERVAL_S)
 
 
-def flight_record() -> str:
-    """The traces of torch's flight recorders for gloo and NCCL in this process, as JSON: {backend: trace}."""
+def _write(path: Path, content: dict[str, Any]) -> None:
+    partial = path.with_name(f"{path.name}.tmp")
+    partial.write_text(json.dumps(content), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _stacks() -> str:
+    """The stacks of all threads of this process."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read().strip()
+
+
+def flight_record() -> dict[str, Any]:
+    """The traces of torch's flight recorders for gloo and NCCL in this process: {backend: trace}."""
     traces: dict[str, Any] = {}
     # A process that has not imported torch is in no collective, and must not begin to import it here.
     recorders = getattr(getattr(sys.modules.get("torch"), "_C", None), "_distributed_c10d", None)
@@ -95,7 +100,7 @@ def flight_record() -> str:
             # A trace that torch cannot make must not end the beat.
             with contextlib.suppress(Exception):
                 traces[backend] = json.loads(dump(True, False))
-    return json.dumps(traces)
+    return traces
 
 
 _own: Heartbeat | None = None

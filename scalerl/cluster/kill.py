@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import psutil
 import ray
 
-from scalerl.cluster.hang_report import NODES_AT_A_TIME, PROCESS_STATES, process_state
+from scalerl.cluster.hang_report import GONE, NODES_AT_A_TIME, process_state
 from scalerl.cluster.worker_logs import on_node
 
 logger = logging.getLogger(__name__)
@@ -21,7 +22,6 @@ logger = logging.getLogger(__name__)
 # A process with much memory on a device takes a while to end.
 GONE_TIMEOUT_S = 60.0
 POLL_S = 0.05
-GONE = ("gone", PROCESS_STATES["Z"])
 
 
 def kill_processes(actors: Sequence[Any]) -> None:
@@ -59,7 +59,7 @@ def kill_and_wait(pids: Sequence[int], timeout_s: float = GONE_TIMEOUT_S) -> lis
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     deadline, left = time.monotonic() + timeout_s, list(pids)
-    while left := [pid for pid in left if process_state(pid) not in GONE]:
+    while left := [pid for pid in left if process_state(pid) not in (GONE, psutil.STATUS_ZOMBIE)]:
         if time.monotonic() >= deadline:
             break
         time.sleep(POLL_S)

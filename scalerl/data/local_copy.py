@@ -1,24 +1,27 @@
-"""Local copies of the files at a URL: complete and checked, in a cache that the processes of a machine share."""
+"""Local copies of the files at a URL: whole or not there, in a cache that the processes of a machine share.
+
+fsspec opens the URLs. Its own file cache would not do: two processes make two copies, and it has no directories.
+"""
 
 from __future__ import annotations
 
-import base64
-import fcntl
+import errno
 import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
+
+from filelock import FileLock, Timeout
 
 from scalerl.base.files import CACHE_DIR_ENV
 from scalerl.data.problems import DataError
@@ -31,10 +34,8 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 3
 # Seconds before the second attempt; they double with each further attempt.
 FIRST_PAUSE_S = 1.0
-# If the process that copies makes no progress for this long, those that wait for it give up.
-LOCK_TIMEOUT_S = 1800.0
-LOCK_POLL_S = 0.2
-_BLOCK_BYTES = 8 * 2**20
+# How long a process waits for another one that copies.
+LOCK_TIMEOUT_S = 4 * 3600.0
 _SHM = Path("/dev/shm")
 _MANIFEST = "copied.json"
 _CONTENT = "content"
@@ -65,10 +66,10 @@ def copy_to_local(
 ) -> str:
     """Returns the path of a local copy of the file or directory at a URL; a path that is no URL is returned as it is.
 
-    The copy is cache_dir/<hash of the URL>/<name>, and appears there in one step once it is complete. Its size and
-    SHA-256 are kept: a damaged copy is made again, and so is one whose source has changed (size, ETag, time). If the
-    source does not answer, a complete copy is used, with a warning. src may end in #sha256=<64 hex digits>, which the
-    bytes must then have. One process copies while the others wait; its lock ends with the process.
+    The copy is cache_dir/<hash of the URL>/<name>, and appears there in one step once it is complete. It is made again
+    if a file of it has lost its size, or the source has changed (size, ETag, time). If the source does not answer, a
+    complete copy is used, with a warning. src may end in #sha256=<64 hex digits>, which the bytes must then have. One
+    process copies while the others wait; its lock ends with the process.
 
     cache_dir: null: SCALERL_CACHE_DIR, else scalerl-<user> in the system's temporary directory.
     filelock: name of the lock file.
@@ -80,9 +81,8 @@ def copy_to_local(
             return src
         src = f"file://{Path(src).expanduser().resolve()}"
     source = _Source.parse(src)
-    with _cache_errors(source):
-        root = _cache_root(cache_dir, use_shm)
-        entry = root / hashlib.sha256(source.url.encode()).hexdigest()[:32]
+    try:
+        entry = _cache_root(cache_dir, use_shm) / hashlib.sha256(source.url.encode()).hexdigest()[:32]
         # The copy has its own folder, so that it may have any name.
         (entry / _CONTENT).mkdir(parents=True, exist_ok=True)
         with _locked(entry / filelock, source):
@@ -90,6 +90,9 @@ def copy_to_local(
                 return str(_copied(source, entry, verbose, always_recopy))
             finally:
                 _remove_unfinished(entry)
+    # The source's errors are DataErrors already.
+    except OSError as error:
+        raise _cache_error(source, error) from error
 
 
 @dataclass(frozen=True)
@@ -109,13 +112,10 @@ class _Source:
         return _without_secrets(self.url)
 
     @property
-    def _is_http(self) -> bool:
-        return self.url.lower().startswith(("http://", "https://"))
-
-    @property
     def name(self) -> str:
         first = self.url.split("::")[0]
-        path = urlsplit(first).path if self._is_http else first.partition("://")[2]
+        is_http = self.url.lower().startswith(("http://", "https://"))
+        path = urlsplit(first).path if is_http else first.partition("://")[2]
         name = path.rstrip("/").rpartition("/")[2]
         return "data" if name in ("", ".", "..") else name
 
@@ -147,74 +147,50 @@ def _cache_root(cache_dir: str | os.PathLike | None, use_shm: bool) -> Path:
 
 @contextmanager
 def _locked(path: Path, source: _Source) -> Iterator[None]:
-    """Holds the kernel's lock on a file; the lock ends with its process, however that ends.
-
-    Raises DataError, naming the holder, when neither the holder nor the size of its copy changes for LOCK_TIMEOUT_S.
-    """
-    with open(path, "a+") as file:
-        waiting, seen = 0.0, None
-        while not _try_lock(file):
-            if seen is None:
-                log.warning("%s: another process is copying it; waiting (lock %s)", source, path)
-            if seen != (now := (holder := _holder(path), _num_bytes(path.parent))):
-                seen, waiting = now, time.monotonic() + LOCK_TIMEOUT_S
-            elif time.monotonic() > waiting:
-                raise DataError(
-                    [
-                        f"{source}: {holder} has held the lock {path} for {LOCK_TIMEOUT_S:.0f} s without copying a "
-                        "byte; end that process, or set data.cache_dir to another directory"
-                    ]
-                )
-            time.sleep(LOCK_POLL_S)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        yield
-
-
-def _try_lock(file: IO[str]) -> bool:
+    """Holds the kernel's lock on a file, which ends with its process.  Raises DataError after LOCK_TIMEOUT_S."""
+    lock = FileLock(path)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _holder(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") or "another process"
-
-
-def _num_bytes(entry: Path) -> int:
-    """Bytes of all files in a directory; files that vanish while they are counted are left out."""
-    total = 0
-    for directory, _, names in os.walk(entry):
-        for name in names:
-            with suppress(OSError):
-                total += os.stat(os.path.join(directory, name)).st_size
-    return total
+        lock.acquire(timeout=0)
+    except Timeout:
+        log.warning("%s: another process is copying it; waiting (lock %s)", source, path)
+        try:
+            lock.acquire(timeout=LOCK_TIMEOUT_S)
+        except Timeout as error:
+            raise DataError(
+                [
+                    f"{source}: another process has held the lock {path} for {LOCK_TIMEOUT_S:.0f} s; end that process, "
+                    "or set data.cache_dir to another directory"
+                ]
+            ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _copied(source: _Source, entry: Path, verbose: bool, always_recopy: bool) -> Path:
-    """Path of the copy in `entry`, which is made if it is missing, damaged or older than the source."""
+    """Path of the copy in `entry`, which is made if it is missing, not whole or older than the source."""
     _remove_unfinished(entry)
     target = entry / _CONTENT / source.name
     manifest = None if always_recopy else _whole_copy(entry, target)
-    if manifest is not None and source.sha256 is not None and _content_hash(manifest["files"]) == source.sha256:
-        return target
+    if source.sha256 is not None:
+        if manifest is not None and target.is_file() and _sha256(target) == source.sha256:
+            return target
+        manifest = None
     try:
         fs, path = _open_source(source)
         state = _attempt(lambda: _state(fs, path), source)
-    except DataError as error:
-        if manifest is None or source.sha256 is not None or not isinstance(error, _Unreachable):
+    except _Unreachable as error:
+        if manifest is None:
             raise
         log.warning("%s; using the copy of %s", error, manifest["copied_at"])
         return target
-    if manifest is not None and source.sha256 is None and manifest["state"] == state:
+    if manifest is not None and manifest["state"] == state:
         return target
     if verbose:
         total_bytes = sum(file["size"] or 0 for file in state.values())
         log.warning("copying %s (%.1f MiB) to %s", source, total_bytes / 2**20, target)
-    files, copied = _attempt(lambda: _copy(fs, path, state, entry, source), source)
+    copied = _attempt(lambda: _copy(fs, path, state, entry, source), source)
     if _attempt(lambda: _state(fs, path), source) != state:
         raise DataError([f"{source}: changed while it was copied; start again when its writer is done"])
     # From here to the new manifest a crash leaves no manifest, so the copy is made again.
@@ -222,8 +198,9 @@ def _copied(source: _Source, entry: Path, verbose: bool, always_recopy: bool) ->
     if copied.is_dir() or target.is_dir():
         _remove(target)
     os.replace(copied, target)
+    sizes = {name: (target / name).stat().st_size for name in state}
     copied_at = time.strftime("%Y-%m-%d %H:%M:%S")
-    _write_manifest(entry, {"source": str(source), "copied_at": copied_at, "state": state, "files": files})
+    _write_manifest(entry, {"source": str(source), "copied_at": copied_at, "state": state, "sizes": sizes})
     return target
 
 
@@ -231,37 +208,16 @@ class _Unreachable(DataError):
     """Raised when a source does not answer, so that its content may be unchanged."""
 
 
-@contextmanager
-def _cache_errors(source: _Source) -> Iterator[None]:
-    """Turns the block's OSErrors into DataErrors of the cache directory; the source's errors are DataErrors already."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(
-            [
-                f"{source}: its copy cannot be kept in the cache ({type(error).__name__}: {error}); "
-                "free space there, or set data.cache_dir to a directory that you can write to"
-            ]
-        ) from error
-
-
-@contextmanager
-def _source_errors(source: _Source) -> Iterator[None]:
-    """Turns the block's errors into DataErrors of the source."""
-    try:
-        yield
-    except Exception as error:  # drivers of stores raise what they like
-        raise _error(source, error) from error
-
-
 def _open_source(source: _Source) -> tuple[AbstractFileSystem, str]:
     import fsspec  # a run with local files needs none of it
 
-    with _source_errors(source):
+    try:
         fs, path = fsspec.core.url_to_fs(source.url)
         # fsspec caches listings, which may be old.
         fs.invalidate_cache()
         return fs, path
+    except Exception as error:  # drivers of stores raise what they like
+        raise _error(source, error) from error
 
 
 def _attempt(action: Callable[[], T], source: _Source) -> T:
@@ -289,6 +245,8 @@ def _error(source: _Source, error: Exception) -> DataError:
     # Messages of drivers repeat the URL, with the secrets that it may hold.
     said = _without_secrets(str(error))
     cause = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return _cache_error(source, error)
     if isinstance(error, FileNotFoundError) or status in (404, 410):
         return DataError([f"{source}: does not exist ({cause}); correct the URL"])
     if isinstance(error, PermissionError) or status in (401, 403):
@@ -300,6 +258,15 @@ def _error(source: _Source, error: Exception) -> DataError:
     if isinstance(error, ValueError) and not isinstance(error, OSError):
         return DataError([f"{source}: cannot be copied ({cause}); give a local path, or a URL that fsspec knows"])
     return _Unreachable([f"{source}: cannot be copied ({cause}); check the network, the credentials and the URL"])
+
+
+def _cache_error(source: _Source, error: OSError) -> DataError:
+    return DataError(
+        [
+            f"{source}: its copy cannot be kept in the cache ({type(error).__name__}: {error}); free space there, or "
+            "set data.cache_dir to a directory that you can write to"
+        ]
+    )
 
 
 def _state(fs: AbstractFileSystem, path: str) -> dict[str, dict[str, Any]]:
@@ -322,87 +289,50 @@ def _identity(info: dict[str, Any]) -> dict[str, Any]:
     return {"size": info.get("size")} | {key: str(info[key]) for key in _IDENTITY if info.get(key) is not None}
 
 
-def _copy(
-    fs: AbstractFileSystem, path: str, state: dict[str, dict[str, Any]], entry: Path, source: _Source
-) -> tuple[dict[str, dict[str, Any]], Path]:
-    """Copies the source into `entry`, beside the target.
-
-    Returns ({name: size, sha256, md5}, path of the copied file or directory).
-    """
+def _copy(fs: AbstractFileSystem, path: str, state: dict[str, dict[str, Any]], entry: Path, source: _Source) -> Path:
+    """Copies the source into `entry`, beside the target; returns the path of the copied file or directory."""
     copied = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=entry)) / "copy"
-    files = {}
-    for name in state:
-        local = copied / name if name else copied
-        remote = f"{path.rstrip('/')}/{name}" if name else path
-        files[name] = _copy_file(fs, remote, local, source)
-    _check_content(source, files, state)
-    return files, copied
-
-
-def _copy_file(fs: AbstractFileSystem, path: str, local: Path, source: _Source) -> dict[str, Any]:
-    # One request for the whole file, as not every web server supports ranges.
-    options = {"block_size": 0} if "http" in fs.protocol else {}
-    size, sha256, md5 = 0, hashlib.sha256(), hashlib.md5(usedforsecurity=False)
-    with _cache_errors(source), ExitStack() as stack:
-        with _source_errors(source):
-            remote: Any = stack.enter_context(fs.open(path, "rb", **options))
+    for name, expected in state.items():
+        local = copied / name
         local.parent.mkdir(parents=True, exist_ok=True)
-        with open(local, "wb") as file:
-            while True:
-                with _source_errors(source):
-                    block = remote.read(_BLOCK_BYTES)
-                if not block:
-                    break
-                file.write(block)
-                size += len(block)
-                sha256.update(block)
-                md5.update(block)
-            file.flush()
+        fs.get_file(f"{path.rstrip('/')}/{name}" if name else path, str(local))
+        num_bytes = local.stat().st_size
+        if expected["size"] not in (None, num_bytes):
+            shown_name = f"{source}/{name}" if name else str(source)
+            raise _Unreachable([f"{shown_name}: {num_bytes} of {expected['size']} bytes arrived; start again"])
+        with open(local, "rb") as file:
             os.fsync(file.fileno())
-    return {"size": size, "sha256": sha256.hexdigest(), "md5": base64.b64encode(md5.digest()).decode()}
+    if source.sha256 is not None:
+        _check_sha256(source, copied)
+    return copied
 
 
-def _check_content(source: _Source, files: dict[str, dict[str, Any]], state: dict[str, dict[str, Any]]) -> None:
-    for name, file in files.items():
-        expected = state[name]
-        shown_name = f"{source}/{name}" if name else str(source)
-        if expected["size"] is not None and expected["size"] != file["size"]:
-            raise _Unreachable([f"{shown_name}: {file['size']} of {expected['size']} bytes arrived; start again"])
-        md5 = expected.get("md5Hash", expected.get("Content-MD5"))
-        if md5 is not None and md5 != file["md5"]:
-            raise _Unreachable([f"{shown_name}: its MD5 is {file['md5']}, the store says {md5}; start again"])
-    if source.sha256 is not None and _content_hash(files) != source.sha256:
-        if list(files) != [""]:
-            raise DataError([f"{source}: #sha256= is for a single file, and this is a directory; remove it"])
+def _check_sha256(source: _Source, copied: Path) -> None:
+    if copied.is_dir():
+        raise DataError([f"{source}: #sha256= is for a single file, and this is a directory; remove it"])
+    if (sha256 := _sha256(copied)) != source.sha256:
         raise DataError(
             [
-                f"{source}: its SHA-256 is {files['']['sha256']}, and the URL asks for {source.sha256}; "
+                f"{source}: its SHA-256 is {sha256}, and the URL asks for {source.sha256}; "
                 "correct the checksum, or find out who changed the file"
             ]
         )
 
 
-def _content_hash(files: dict[str, dict[str, Any]]) -> str | None:
-    return files[""]["sha256"] if list(files) == [""] else None
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _whole_copy(entry: Path, target: Path) -> dict[str, Any] | None:
-    """The manifest of a copy whose bytes are still those that were copied; None if there is none or it is damaged."""
+    """The manifest of a copy whose files have the sizes that were copied; None if there is no such copy."""
     try:
         manifest = json.loads((entry / _MANIFEST).read_text(encoding="utf-8"))
-        files = manifest["files"]
-        if all(_has(target / name if name else target, file) for name, file in files.items()):
+        if all((target / name).stat().st_size == size for name, size in manifest["sizes"].items()):
             return manifest
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass  # No copy yet, or an incomplete one after a crash: copy again.
     return None
-
-
-def _has(path: Path, file: dict[str, Any]) -> bool:
-    if path.stat().st_size != file["size"]:
-        return False
-    with open(path, "rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest() == file["sha256"]
 
 
 def _write_manifest(entry: Path, manifest: dict[str, Any]) -> None:

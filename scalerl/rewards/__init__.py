@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from scalerl.rewards.batch import BatchRewardManager
 from scalerl.rewards.default_score import default_compute_score, register_reward
 from scalerl.rewards.errors import RewardError
 from scalerl.rewards.manager import (
@@ -14,8 +13,7 @@ from scalerl.rewards.manager import (
     get_reward_manager,
     register_reward_manager,
 )
-from scalerl.rewards.overlong import DAPORewardManager
-from scalerl.rewards.parallel_processes import PrimeRewardManager
+from scalerl.rewards.manager_variants import BatchRewardManager, DAPORewardManager, PrimeRewardManager
 from scalerl.rewards.reward_function import RewardFunction, load_reward_function
 from scalerl.rewards.trial import TRIAL_RESPONSE
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from scalerl.rewards.call_threads import CallThreads, TooManyHungError
+from scalerl.base.process import in_daemon
 from scalerl.rewards.errors import RewardError
 from scalerl.rewards.reward_function import RewardFunction
 
@@ -31,7 +31,7 @@ class Outcome:
 
 
 class RewardCaller:
-    """Calls a sync function in up to NUM_THREADS threads (`CallThreads`), an async one on a separate event loop.
+    """Calls a sync function in up to NUM_THREADS threads, an async one on a separate event loop.
 
     So neither a slow nor a blocking function stops generation. The deadline counts from the start of the call, without
     the wait for a free thread. A call past its deadline is abandoned; with MAX_HUNG of them the next one raises
@@ -42,9 +42,8 @@ class RewardCaller:
     def __init__(self, function: RewardFunction, timeout_s: float) -> None:
         self._function = function
         self._timeout_s = timeout_s
-        self._threads = CallThreads(f"reward:{function.name}", NUM_THREADS, MAX_HUNG)
-        # Async calls past their deadline.
-        self._hung: set[Future] = set()
+        # Calls past their deadline.
+        self._hung: set[Future[Outcome]] = set()
         self._slots: asyncio.Semaphore | None = None
         self._slots_loop: asyncio.AbstractEventLoop | None = None
         self._async_loop: asyncio.AbstractEventLoop | None = None
@@ -52,25 +51,13 @@ class RewardCaller:
 
     async def call(self, **arguments: Any) -> Outcome:
         """Calls the function and returns the outcome.  Raises RewardError when MAX_HUNG calls hang."""
-        if self._function.is_async:
-            return await self._call_async(arguments)
-        try:
-            outcome = await self._threads.call(partial(self._outcome, arguments), self._timeout_s)
-        except TooManyHungError as error:
-            raise self._hangs() from error
-        return Outcome(timed_out=True) if outcome is None else outcome
-
-    @property
-    def num_hung(self) -> int:
-        """The number of calls past their deadline that still run."""
-        self._hung = {future for future in self._hung if not future.done()}
-        return len(self._hung) + self._threads.num_hung
-
-    async def _call_async(self, arguments: dict[str, Any]) -> Outcome:
         async with self._slots_of_running_loop():
             if self.num_hung >= MAX_HUNG:
-                raise self._hangs()
-            future = self._start_task(arguments)
+                raise RewardError(
+                    f"reward function {self._function}: {MAX_HUNG} calls are past "
+                    f"reward_model.timeout_s={self._timeout_s:g} s and still run; it hangs: give it its own time limit"
+                )
+            future = self._start(arguments)
             waiting = asyncio.wrap_future(future)
             try:
                 done, _ = await asyncio.wait({waiting}, timeout=self._timeout_s)
@@ -83,15 +70,14 @@ class RewardCaller:
                 self._hung.add(future)
             return Outcome(timed_out=True)
 
-    def _hangs(self) -> RewardError:
-        return RewardError(
-            f"reward function {self._function}: {MAX_HUNG} calls are past reward_model.timeout_s={self._timeout_s:g} s "
-            "and still run; it hangs: give it its own time limit"
-        )
+    @property
+    def num_hung(self) -> int:
+        """The number of calls past their deadline that still run."""
+        self._hung = {future for future in self._hung if not future.done()}
+        return len(self._hung)
 
     def close(self) -> None:
-        """Ends the event loop of an async function, and the threads; abandons calls that still run, takes no others."""
-        self._threads.close()
+        """Ends the event loop of an async function; calls that still run are abandoned."""
         with self._async_loop_lock:
             if self._async_loop is not None:
                 self._async_loop.call_soon_threadsafe(self._async_loop.stop)
@@ -100,9 +86,14 @@ class RewardCaller:
     def _slots_of_running_loop(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots_loop is not loop:
-            self._slots = asyncio.Semaphore(MAX_CONCURRENT_ASYNC)
+            self._slots = asyncio.Semaphore(MAX_CONCURRENT_ASYNC if self._function.is_async else NUM_THREADS)
             self._slots_loop = loop
         return self._slots
+
+    def _start(self, arguments: dict[str, Any]) -> Future[Outcome]:
+        if self._function.is_async:
+            return asyncio.run_coroutine_threadsafe(self._async_outcome(arguments), self._loop())
+        return in_daemon(partial(self._outcome, arguments), f"reward:{self._function.name}")
 
     def _outcome(self, arguments: dict[str, Any]) -> Outcome:
         """Calls the function in this thread, for an async function that does not look like one too."""
@@ -111,19 +102,16 @@ class RewardCaller:
             if inspect.isawaitable(value):
                 value = asyncio.run_coroutine_threadsafe(_awaited(value), self._loop()).result()
             return Outcome(value)
-        except BaseException as error:  # SystemExit too: it would end only this thread, and the caller would wait
+        except BaseException as error:  # SystemExit too: it is a failed call, not the end of the process
             return Outcome(error=error)
 
-    def _start_task(self, arguments: dict[str, Any]) -> Future[Outcome]:
-        async def run() -> Outcome:
-            try:
-                return Outcome(await self._function(**arguments))
-            except asyncio.CancelledError:
-                raise
-            except BaseException as error:  # SystemExit would end the loop's thread
-                return Outcome(error=error)
-
-        return asyncio.run_coroutine_threadsafe(run(), self._loop())
+    async def _async_outcome(self, arguments: dict[str, Any]) -> Outcome:
+        try:
+            return Outcome(await self._function(**arguments))
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # SystemExit would end the loop's thread
+            return Outcome(error=error)
 
     def _loop(self) -> asyncio.AbstractEventLoop:
         """The event loop of all async calls; clients that a reward function keeps between calls are bound to it."""

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import importlib
+import inspect
+import multiprocessing
 import os
-import pickle
 import queue
-import select
+import resource
 import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 START_TIMEOUT_S = 120.0
 DEFAULT_MEMORY_BYTES = 4 * 1024**3
+_PROGRAM = "from scalerl.rewards.function_processes import serve; serve()"
 
 
 class CallFailed(Exception):
@@ -31,6 +36,9 @@ class ProcessPool:
     """Calls one function in up to num_processes processes, which are kept between calls; thread-safe.
 
     target: `module:name`, or `file.py:name`. memory_bytes: address space of one process. user_files: imported first.
+
+    `concurrent.futures.ProcessPoolExecutor` does not do: a process of it that is killed breaks the whole pool, with all
+    calls in it.
     """
 
     def __init__(
@@ -40,12 +48,12 @@ class ProcessPool:
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
         user_files: Sequence[str] = (),
     ) -> None:
-        self._target, self._memory_bytes, self._user_files = target, memory_bytes, tuple(user_files)
-        self._free: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
+        self._arguments = (target, str(memory_bytes), *user_files)
+        self._free: queue.LifoQueue[_Process | None] = queue.LifoQueue()
         for _ in range(num_processes):
             self._free.put(None)
         self._lock = threading.Lock()
-        self._workers: set[_Worker] = set()
+        self._processes: set[_Process] = set()
         self._closed = False
 
     def call(self, timeout_s: float, arguments: dict[str, Any]) -> Any:
@@ -54,116 +62,88 @@ class ProcessPool:
         The wait for a free process does not count. Raises CallTimeout (the process is killed, the next call gets a new
         one), or CallFailed with type, message and place of what the function raised, or why the process ended.
         """
-        worker = self._free.get()
+        process, kept = self._free.get(), None
         try:
-            if worker is None or not worker.is_alive():
-                worker = self._start()
-            return worker.call(timeout_s, arguments)
-        except _WorkerLost as lost:
-            if worker is not None:
-                self._discard(worker)
-            worker = None
-            raise lost.failure from None
-        except BaseException as error:
-            if worker is not None and not isinstance(error, CallFailed):
-                self._discard(worker)  # nobody would read its answer
-                worker = None
-            raise
+            if process is None or not process.is_alive():
+                process = self._start()
+            process.send((timeout_s, arguments))
+            kind, value = process.receive(timeout_s, "the call")
+            kept = process
         finally:
-            self._free.put(worker)
+            # Nobody would read the answer of a process that has not given it.
+            if kept is None and process is not None:
+                self._discard(process)
+            self._free.put(kept)
+        if kind == "error":
+            raise CallFailed(value)
+        return value
 
     def close(self) -> None:
         """Kills the processes, so that running calls fail."""
         with self._lock:
             self._closed = True
-            workers, self._workers = self._workers, set()
-        for worker in workers:
-            worker.kill()
+            processes, self._processes = self._processes, set()
+        for process in processes:
+            process.kill()
 
-    def _start(self) -> _Worker:
-        worker = _Worker(self._target, self._memory_bytes, self._user_files)
+    def _start(self) -> _Process:
+        process = _Process(self._arguments)
         with self._lock:
             closed = self._closed
             if not closed:
-                self._workers.add(worker)
-        if closed:
-            worker.kill()
-            raise CallFailed("the pool is closed")
+                self._processes.add(process)
         try:
-            worker.wait_ready()
-        except _WorkerLost as lost:
-            if worker is not None:
-                self._discard(worker)
-            raise lost.failure from None
-        return worker
+            if closed:
+                raise CallFailed("the pool is closed")
+            kind, value = process.receive(START_TIMEOUT_S, "the start of its process")
+            if kind == "error":
+                raise CallFailed(value)
+        except BaseException:
+            self._discard(process)
+            raise
+        return process
 
-    def _discard(self, worker: _Worker) -> None:
+    def _discard(self, process: _Process) -> None:
         with self._lock:
-            self._workers.discard(worker)
-        worker.kill()
+            self._processes.discard(process)
+        process.kill()
 
 
-class _WorkerLost(Exception):
-    def __init__(self, failure: CallFailed) -> None:
-        super().__init__(str(failure))
-        self.failure = failure
+class _Process:
+    """A process that runs `serve`, in a process group with whatever the function starts."""
 
-
-class _Worker:
-    def __init__(self, target: str, memory_bytes: int, user_files: tuple[str, ...]) -> None:
-        self._target = target
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._target = arguments[0]
+        self._connection, theirs = multiprocessing.Pipe()
         # One thread, because thread pools of numeric libraries count against the address space.
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "scalerl.rewards.process_worker", target, str(memory_bytes), *user_files],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            env=env,
-            bufsize=0,
-        )
-        assert process.stdin is not None and process.stdout is not None
-        self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env=env,
+            )
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def wait_ready(self) -> None:
-        self._read(START_TIMEOUT_S, "the start of its process")
-
-    def call(self, timeout_s: float, arguments: dict[str, Any]) -> Any:
-        message = pickle.dumps((timeout_s, arguments))
+    def send(self, call: tuple[float, dict[str, Any]]) -> None:
         try:
-            view = memoryview(len(message).to_bytes(8, "little") + message)
-            while view:
-                view = view[self._stdin.write(view) :]
+            self._connection.send(call)
         except OSError:
-            raise _WorkerLost(self._ended()) from None
-        return self._read(timeout_s, "the call")
+            raise self._ended() from None
 
-    def _read(self, timeout_s: float, what: str) -> Any:
-        deadline = time.monotonic() + timeout_s
-        header = self._read_bytes(8, deadline, timeout_s, what)
-        kind, value = pickle.loads(self._read_bytes(int.from_bytes(header, "little"), deadline, timeout_s, what))
-        if kind == "error":
-            raise CallFailed(value)
-        if kind == "broken":
-            raise _WorkerLost(CallFailed(value))
-        return value
-
-    def _read_bytes(self, count: int, deadline: float, timeout_s: float, what: str) -> bytes:
-        parts, fd = [], self._stdout.fileno()
-        poll = select.poll()  # select() refuses descriptors above 1023
-        poll.register(fd, select.POLLIN)
-        while count:
-            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise _WorkerLost(CallTimeout(f"{what} took more than {timeout_s:g} s"))
-            part = os.read(fd, min(count, 1 << 20))
-            if not part:
-                raise _WorkerLost(self._ended())
-            parts.append(part)
-            count -= len(part)
-        return b"".join(parts)
+    def receive(self, timeout_s: float, what: str) -> tuple[str, Any]:
+        """Returns (kind, value) as `serve` sent it.  Raises CallTimeout, or CallFailed if the process ended."""
+        try:
+            if not self._connection.poll(timeout_s):
+                raise CallTimeout(f"{what} took more than {timeout_s:g} s")
+            return self._connection.recv()
+        except (EOFError, OSError):
+            raise self._ended() from None
 
     def _ended(self) -> CallFailed:
         try:
@@ -181,5 +161,67 @@ class _Worker:
             if self._process.returncode is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._stdin.close()
-        self._stdout.close()
+        self._connection.close()
+
+
+# --- in the process
+
+
+def serve() -> None:
+    """Program of one process of a pool.  Its arguments: descriptor of the connection, target, memory_bytes, files.
+
+    Sends ("value", None) once the function is loaded, then for each call ("value", value) or ("error", cause).
+    """
+    connection, target, memory_bytes = Connection(int(sys.argv[1])), sys.argv[2], int(sys.argv[3])
+    try:
+        function, path = _load(target, sys.argv[4:])
+    except BaseException as error:
+        connection.send(("error", _cause(error, None)))
+        return
+    # Set after the imports, since importing a large library needs more than the call.
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    loop = asyncio.new_event_loop()
+    connection.send(("value", None))
+    with contextlib.suppress(EOFError):
+        while True:
+            timeout_s, arguments = connection.recv()
+            # Ends this process, whatever it does, even if its caller is gone.
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, timeout_s + 5.0)
+            answer = _answer(function, path, arguments, loop)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            try:
+                connection.send(answer)
+            except OSError:
+                raise
+            except Exception as error:
+                connection.send(("error", f"its value cannot be sent to another process: {error}"))
+
+
+def _load(target: str, user_files: list[str]) -> tuple[Callable[..., Any], str | None]:
+    from scalerl.base.user_code import import_file, import_files
+    from scalerl.rewards.reward_function import FunctionsAsOne
+
+    import_files(user_files)
+    source, _, name = target.rpartition(":")
+    if not source.endswith(".py"):
+        return getattr(importlib.import_module(source), name), None
+    module = import_file(Path(source), "custom_reward_function.path")
+    *several, single = name.split(",")
+    if several:
+        return FunctionsAsOne({each: getattr(module, each) for each in several}), source
+    return getattr(module, single), source
+
+
+def _answer(function: Callable[..., Any], path: str | None, arguments: dict[str, Any], loop: Any) -> tuple[str, Any]:
+    try:
+        value = function(**arguments)
+        return "value", loop.run_until_complete(value) if inspect.iscoroutine(value) else value
+    except BaseException as error:
+        return "error", _cause(error, path)
+
+
+def _cause(error: BaseException, path: str | None) -> str:
+    from scalerl.rewards.reward_function import cause_of_failed_call
+
+    return cause_of_failed_call(error, path)

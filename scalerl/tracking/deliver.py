@@ -6,12 +6,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from scalerl.errors import CommandParser
 from scalerl.tracking.backend import first_line, safe_uri
 from scalerl.tracking.mlflow_backend import SPOOL
-from scalerl.tracking.mlflow_client import make_client, send
+from scalerl.tracking.mlflow_store import make_client, send
 from scalerl.tracking.spool import Spool
 
 
@@ -24,11 +25,8 @@ def deliver(run_dir: Path, tracking_uri: str) -> dict[str, int]:
     sent: dict[str, int] = {}
     for directory in sorted((run_dir / SPOOL).glob("*")):
         spool = Spool(directory)
-        sent[directory.name] = 0
-        while len(spool):
-            send(client, directory.name, spool.head())
-            spool.pop()
-            sent[directory.name] += 1
+        sent[directory.name] = len(spool)
+        spool.deliver(partial(send, client, directory.name))
     return sent
 
 

@@ -5,16 +5,14 @@ While a server does not answer, its records wait in a spool on disk.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from scalerl.tracking import mlflow_pages, plots
 from scalerl.tracking.backend import (
     RunInfo,
     TrackingStartError,
@@ -23,18 +21,16 @@ from scalerl.tracking.backend import (
     safe_uri,
 )
 from scalerl.tracking.chart_sections import with_sections
-from scalerl.tracking.mlflow_client import is_refusal, make_client, send, sqlite_uri
-from scalerl.tracking.mlflow_names import MetricNames, metric_name
+from scalerl.tracking.mlflow_names import MetricNames, how_to_open, metric_name
 from scalerl.tracking.mlflow_run import MlflowRun
+from scalerl.tracking.mlflow_store import is_refusal, make_client, send, sqlite_uri
 from scalerl.tracking.spool import Record, Spool
 from scalerl.tracking.system_metrics import SystemMetrics
 
-if TYPE_CHECKING:
-    pass
-
 logger = logging.getLogger(__name__)
 
-_MAX_BACKOFF_S = 30.0
+# Seconds between two attempts while the server does not answer.
+_RETRY_S = 10.0
 # A record is given up after this many attempts if the server answers other requests.
 _MAX_ATTEMPTS = 3
 SPOOL = "mlflow_spool"
@@ -43,6 +39,8 @@ SPOOL = "mlflow_spool"
 @register_backend("mlflow")
 class MlflowBackend:
     """Records to one MLflow run: run.run_id or an unfinished one, which is continued, or a new one.
+
+    MLflow's own asynchronous logging would lose records: it drops a batch whose call fails, and its queue is in memory.
 
     Raises RuntimeError naming the tracking uri, the cause and what to do when the run cannot be opened. Continuing a
     run works even while the server does not answer: the records go to the spool.
@@ -55,12 +53,11 @@ class MlflowBackend:
         self._flush_timeout_s = run.finish_timeout_s / 2
         # Distinguishes this process' end from that of an earlier process, which may be in the spool.
         self._process = uuid.uuid4().hex
+        self._is_away = False
         self._retry_at = 0.0
-        self._backoff_s = 0.0
-        self._num_attempts = 0
+        self._num_attempts = self._num_refused = 0
         self._last_step = -1
         self._names = MetricNames()
-        self._resume_pending = False
         try:
             self._client = make_client(self.tracking_uri)
             self._run = MlflowRun(self._client, self.tracking_uri, run)
@@ -86,7 +83,7 @@ class MlflowBackend:
         """What to open to see the run's charts; None while its server has not said where they are."""
         if self._run.experiment is None:
             return None
-        return mlflow_pages.how_to_open(self.tracking_uri, self._run.experiment, self.run_id)
+        return how_to_open(self.tracking_uri, self._run.experiment, self.run_id)
 
     def log(self, data: Mapping[str, float], step: int, time_s: float) -> None:
         if step > self._last_step:
@@ -98,9 +95,9 @@ class MlflowBackend:
         # A process that resumes from a step validates it again.
         self._submit(record | ({"replaces": True} if self._continues and step == self._info.resumed_from else {}))
 
-    def log_artifact(self, path: Path, folder: str | None = None) -> None:
-        """Records a file or directory under its own name, in a folder of the run's artifacts."""
-        self._submit({"kind": "artifact", "path": str(Path(path).resolve()), "folder": folder})
+    def log_artifact(self, path: Path) -> None:
+        """Records a file or directory under its own name."""
+        self._submit({"kind": "artifact", "path": str(Path(path).resolve())})
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
         """Records a table as artifact {name}/step_{step}.json, in the form that MLflow shows as a table.
@@ -112,16 +109,19 @@ class MlflowBackend:
         self._submit({"kind": "table", "file": f"{metric_name(name)}/step_{step}.json", "table": table})
 
     def finish(self, status: str) -> None:
-        """Delivers waiting records within half of finish_timeout_s, draws the curves, and ends the run with status."""
+        """Ends the run with status, and delivers waiting records within half of finish_timeout_s."""
         self._system.stop()
-        deadline = time.monotonic() + self._flush_timeout_s
-        self._flush(deadline)
-        if not len(self._spool):
-            self._log_plots()
         self._submit({"kind": "status", "status": status, "process": self._process})
         if status == "FINISHED":
             self._run.finished()
-        self._flush(deadline)
+        deadline = time.monotonic() + self._flush_timeout_s
+        while len(self._spool):
+            self._deliver()
+            if not len(self._spool) or time.monotonic() >= deadline:
+                break
+            time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
+        if self._num_refused > 1:
+            logger.warning("mlflow: %d records were refused", self._num_refused)
         if len(self._spool):
             logger.warning(
                 "mlflow: %s did not answer, %d records of run %s wait in %s. Deliver them with: %s",
@@ -132,33 +132,21 @@ class MlflowBackend:
                 deliver_command(self._info.run_dir),
             )
 
-    def deliver(self) -> None:
-        """Sends waiting records, oldest first, until all are sent or the server does not answer.
-
-        Raises the server's error if it refuses a record, which is then given up.
-        """
-        if len(self._spool) and not self._resumed():
-            return
-        while len(self._spool):
-            try:
-                self._send(self._spool.head())
-            except Exception as error:
-                if not is_refusal(error):
-                    self._num_attempts += self._answers()
-                    if self._num_attempts < _MAX_ATTEMPTS:
-                        self._back_off()
-                        return
-                self._num_attempts = 0
-                self._spool.pop()
+    def _continue(self) -> None:
+        """Opens the run again, now or when its server answers.  Raises the reason if it cannot be continued."""
+        try:
+            self._run.resume()
+        except Exception as error:
+            if is_refusal(error) or self.tracking_uri.startswith("sqlite"):
                 raise
-            self._num_attempts = 0
-            self._spool.pop()
-        if self._backoff_s:
-            logger.warning("mlflow: %s answers again, all records are there", safe_uri(self.tracking_uri))
-        self._backoff_s = self._retry_at = 0.0
+            self._went_away(error)
+            self._spool.append({"kind": "resume"})
+        # Behind what the earlier process recorded, so that the steps which this one does again have no second value.
+        self._submit({"kind": "rewind", "first_step": self._info.first_step})
 
     def _submit(self, record: Record) -> None:
-        if len(self._spool) == 0 and not self._resume_pending:
+        """Sends a record, or lets it wait behind others.  Raises the server's error if it refuses the record."""
+        if not len(self._spool):
             try:
                 self._send(record)
                 return
@@ -170,21 +158,44 @@ class MlflowBackend:
             record = {**record, "path": str(self._spool.keep(Path(record["path"])))}
         self._spool.append(record)
         if time.monotonic() >= self._retry_at:
-            self.deliver()
+            self._deliver()
+
+    def _deliver(self) -> None:
+        """Sends waiting records, oldest first, until all are sent or the server does not answer."""
+        try:
+            self._spool.deliver(self._send_or_give_up)
+        except Exception:
+            self._retry_at = time.monotonic() + _RETRY_S
+            return
+        if self._is_away:
+            logger.warning("mlflow: %s answers again, all records are there", safe_uri(self.tracking_uri))
+        self._is_away = False
+
+    def _send_or_give_up(self, record: Record) -> None:
+        """Sends a waiting record, which is given up if it is refused.  Raises the error of a server that is away."""
+        try:
+            self._send(record)
+        except Exception as error:
+            if not is_refusal(error):
+                self._num_attempts += self._answers()
+                if self._num_attempts < _MAX_ATTEMPTS:
+                    raise
+            self._num_refused += 1
+            if self._num_refused == 1:
+                logger.warning("mlflow: a record was refused: %s", first_line(error))
+        self._num_attempts = 0
 
     def _send(self, record: Record) -> None:
+        if record["kind"] == "resume":
+            self._run.resume()
         # A status that an earlier process left in the spool is not the status of this process.
-        if record["kind"] != "status" or record["process"] == self._process:
+        elif record["kind"] != "status" or record["process"] == self._process:
             send(self._client, self.run_id, record)
 
-    def _resumed(self) -> bool:
-        """True if the run is open.  Raises the reason if it cannot be continued; the records are kept."""
+    def _answers(self) -> bool:
         try:
-            self._resume_if_pending()
-        except Exception as error:
-            if is_refusal(error):
-                raise
-            self._back_off()
+            self._client.get_run(self.run_id)
+        except Exception:
             return False
         return True
 
@@ -195,74 +206,8 @@ class MlflowBackend:
             self._spool.directory,
             first_line(error),
         )
-        self._back_off()
-
-    def _back_off(self) -> None:
-        self._backoff_s = min(_MAX_BACKOFF_S, max(1.0, 2 * self._backoff_s))
-        self._retry_at = time.monotonic() + self._backoff_s
-
-    def _answers(self) -> bool:
-        try:
-            self._client.get_run(self.run_id)
-        except Exception:
-            return False
-        return True
-
-    def _flush(self, deadline: float) -> None:
-        num_refused = 0
-        while len(self._spool):
-            try:
-                self.deliver()
-            except Exception as error:
-                num_refused += 1
-                if num_refused == 1:
-                    logger.warning("mlflow: a record was refused: %s", first_line(error))
-                if self._resume_pending:
-                    break
-                continue
-            if len(self._spool) and time.monotonic() >= deadline:
-                break
-            if len(self._spool):
-                time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
-        if num_refused > 1:
-            logger.warning("mlflow: %d records were refused", num_refused)
-
-    def _log_plots(self) -> None:
-        path = self._info.run_dir / "plots" / "curves.png"
-        try:
-            keys = plots.keys_to_plot(list(self._client.get_run(self.run_id).data.metrics))
-            history = {key: self._client.get_metric_history(self.run_id, key) for key in keys}
-            curves = {
-                key: [(point.step, point.value) for point in sorted(points, key=lambda point: point.timestamp)]
-                for key, points in history.items()
-            }
-            drawn = plots.draw(curves, path, f"{self._info.project_name} / {self._info.experiment_name}")
-        except Exception as error:
-            # A run without its picture is still complete.
-            logger.warning("mlflow: the curves were not drawn: %s", first_line(error))
-            return
-        if drawn:
-            self.log_artifact(path, "plots")
-
-    def _continue(self) -> None:
-        self._resume_pending = True
-        try:
-            self._resume_if_pending()
-        except Exception as error:
-            if is_refusal(error) or self.tracking_uri.startswith("sqlite"):
-                raise
-            self._went_away(error)
-        else:
-            # Delivers what an earlier process left there.
-            with contextlib.suppress(Exception):
-                self.deliver()
-        # Behind what the earlier process recorded, so that the steps which this one does again have no second value.
-        self._submit({"kind": "rewind", "first_step": self._info.first_step})
-
-    def _resume_if_pending(self) -> None:
-        if self._resume_pending:
-            self._run.resume()
-            self._resume_pending = False
+        self._is_away = True
+        self._retry_at = time.monotonic() + _RETRY_S
 
 
 def deliver_command(run_dir: Path) -> str:

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 from scalerl.base.files import whole_file
 from scalerl.tracking.backend import RunInfo, flat_config, safe_uri
-from scalerl.tracking.mlflow_client import is_refusal, sqlite_path
 from scalerl.tracking.mlflow_names import metric_name, param_text
+from scalerl.tracking.mlflow_store import is_refusal, sqlite_path
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ Record = dict[str, Any]
 class Spool:
     """A queue of JSON records in {directory}/records.jsonl, which outlives the process.
 
-    An empty spool has no directory. Records that a process took out return in the next process unless the spool was
-    emptied, so delivering a record twice must be harmless.
+    An empty spool has no directory. Records that a process delivered return in the next process unless all were
+    delivered, so delivering a record twice must be harmless.
     Raises ValueError for a file that holds something else.
     """
 
@@ -58,21 +59,15 @@ class Spool:
             shutil.copy2(path, target)
         return target
 
-    def head(self) -> Record:
-        """The oldest record.  Raises IndexError when there is none."""
-        return self._read()[0]
-
-    def pop(self) -> None:
-        """Drops the oldest record."""
-        self._offset = self._read()[1]
-        self._num -= 1
-        if self._num == 0:
+    def deliver(self, send: Callable[[Record], None]) -> None:
+        """Sends all records, oldest first; one that `send` raises an error for stays, with those behind it."""
+        while self._num:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                record, offset = json.loads(file.readline()), file.tell()
+            send(record)
+            self._offset = offset
+            self._num -= 1
+        if self.directory.exists():
             shutil.rmtree(self.directory)
-            self._offset = 0
-
-    def _read(self) -> tuple[Record, int]:
-        if self._num == 0:
-            raise IndexError(f"{self._path} is empty")
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            return json.loads(file.readline()), file.tell()
+        self._offset = 0

@@ -26,7 +26,7 @@ from scalerl.extras.verify.differences import (
     reproducible,
 )
 from scalerl.extras.verify.resume import MLFLOW, Pair, compare, is_of_history
-from scalerl.tracking.mlflow_history import read_histories
+from scalerl.tracking.mlflow_store import read_histories
 from tests.e2e.jobs import RUN_TIMEOUT_S, Job, Process, Record
 from tests.e2e.watched_loop import PIPE
 

@@ -53,9 +53,6 @@ def test_a_rank_that_is_stopped_before_a_collective(
     assert f"process {processes[1]} on " in verdict and ": stopped" in verdict and "; meet for " in verdict
     assert "  rank 0 (" in message and "in gloo:all_reduce of group" in message
     assert "Stack of rank 0:" in message and "in all_reduce" in message and "in meet" in message
-    # It cannot write its own.
-    stopped = message.split("Stack of rank 1:")[1].split("Stack of rank 0:")[0]
-    assert f"Thread {processes[1]} " in stopped or f"thread {processes[1]} (" in stopped
     assert message.rstrip().endswith("  | about to stop")
     (report,) = tmp_path.glob("hang-meet-*.txt")
     assert f"Stacks of all ranks: {report}" in message

@@ -263,7 +263,7 @@ def _samples(pair: Pair, is_exact: bool, is_ahead: bool) -> list[ComparedPart]:
 
 
 def _histories(pair: Pair, is_exact: bool) -> ComparedPart:
-    from scalerl.tracking.mlflow_history import read_histories
+    from scalerl.tracking.mlflow_store import read_histories
 
     histories = [read_histories(_mlflow_uri(at)) for at in (pair.straight, pair.resumed)]
     numbers = sum(len(data) for run in histories[0].values() for data in run.values())
@@ -287,6 +287,6 @@ def is_of_history(key: str) -> bool:
 
 def _mlflow_uri(run_dir: Path) -> str:
     # Imported here: a package of trackers, where numpy comes with them.
-    from scalerl.tracking.mlflow_client import sqlite_uri
+    from scalerl.tracking.mlflow_store import sqlite_uri
 
     return sqlite_uri(run_dir.absolute() / "mlflow.db")

@@ -14,7 +14,7 @@ import pytest
 from scalerl.base.user_code import import_file
 from scalerl.config.schema import CustomRewardFunctionConfig, OverlongBufferConfig, RewardModelConfig
 from scalerl.rewards import RewardError, ScoreRequest, ScoreResult, build_reward_manager
-from scalerl.rewards.overlong import overlong_penalty
+from scalerl.rewards.manager_variants import overlong_penalty
 
 GSM8K = ScoreRequest("prompt 1 sample 0", "openai/gsm8k", "2 + 2 =", "#### 4", "4", {"index": 1})
 

@@ -21,11 +21,10 @@ import pytest
 from mlflow import MlflowClient
 
 from scalerl.errors import UserError
-from scalerl.tracking import Tracking, plots
+from scalerl.tracking import Tracking
 from scalerl.tracking.backend import flat_config, safe_uri
 from scalerl.tracking.metrics import Metric
-from scalerl.tracking.mlflow_names import metric_name, param_text
-from scalerl.tracking.mlflow_pages import how_to_open
+from scalerl.tracking.mlflow_names import how_to_open, metric_name, param_text
 from scalerl.tracking.spool import Spool
 from tests.lanes import full
 
@@ -161,14 +160,16 @@ def test_a_directory_with_signs_of_addresses_has_its_database_and_artifacts(tmp_
     run_dir = tmp_path / name
     with Tracking("p", "e", "mlflow", run_dir=run_dir) as tracking:
         tracking.log({"critic/score/mean": 1}, 1)
+        (run_dir / "notes.txt").write_text("a")
+        tracking.log_artifact(run_dir / "notes.txt")
         how, run_id = tracking.how_to_open or "", tracking.run_id or ""
-    assert (run_dir / "mlflow.db").is_file() and list((run_dir / "mlartifacts").rglob("curves.png"))
+    assert (run_dir / "mlflow.db").is_file() and list((run_dir / "mlartifacts").rglob("notes.txt"))
     assert [path for path in tmp_path.rglob("*.db") if path.parent != run_dir] == []
     # The store that the printed command opens has the run.
     command = shlex.split(how.splitlines()[-1].partition("once this runs: ")[2])
     shown = MlflowClient(command[-1])
     assert shown.get_run(run_id).info.run_name == "e"
-    assert [each.path for each in shown.list_artifacts(run_id, "plots")] == ["plots/curves.png"]
+    assert [each.path for each in shown.list_artifacts(run_id)] == ["notes.txt"]
 
 
 def test_the_variable_of_mlflow_says_where_runs_go_and_the_key_wins(run_dir, tmp_path, monkeypatch, empty_db):
@@ -472,26 +473,6 @@ def test_tables_are_found_by_mlflow_itself(run_dir, monkeypatch):
     run = client(run_dir).get_run(tracking.run_id)
     table = client(run_dir).load_table(run.info.experiment_id, "val/generations/step_10.json", [tracking.run_id])
     assert table.to_dict("list") == {"prompt": ["2+2="], "score": [1.0]}
-
-
-def test_the_curves_are_an_artifact_with_the_steps_of_the_process_before(run_dir):
-    first = Tracking("p", "e", "mlflow", run_dir=run_dir)
-    run_id = first.run_id
-    first.log({"critic/score/mean": 0.1}, 1)
-    first.finish("FAILED")
-    with Tracking("p", "e", "mlflow", run_dir=run_dir, run_id=run_id, resumed_from=1) as second:
-        second.log({"critic/score/mean": 0.2, "val-core/a/reward/mean@4": 0.5}, 2)
-    picture = next((run_dir / "mlartifacts").rglob("plots/curves.png"))
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert plots.keys_to_plot(["critic/score/mean", "val-core/a/reward/mean_at_4", "timing_s/step"]) == [
-        "critic/score/mean",
-        "val-core/a/reward/mean_at_4",
-    ]
-
-
-def test_nothing_to_draw_makes_no_picture(tmp_path):
-    assert not plots.draw({"timing_s/step": [(1, 2.0)], "critic/score/mean": []}, tmp_path / "a.png", "t")
-    assert not (tmp_path / "a.png").exists()
 
 
 def test_load_of_the_machine_is_recorded_once_per_step(run_dir):

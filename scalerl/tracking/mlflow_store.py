@@ -1,4 +1,4 @@
-"""An MLflow client, what is sent through it, and which of its errors a retry cannot help."""
+"""An MLflow store: its client, the records that it gets, their removal, and which errors a retry cannot help."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import contextlib
 import json
 import logging
 import os
-import posixpath
 import shutil
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from scalerl.base.files import fsync, scratch_directory
-from scalerl.tracking.mlflow_history import remove_metrics
 from scalerl.tracking.mlflow_names import metric_name
 from scalerl.tracking.spool import Record
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
+Histories = dict[str, dict[int, dict[str, float]]]
 # Statuses that are not due to the record: credentials that can be renewed, time-outs, rate limits.
 _RETRIED_STATUSES = (401, 403, 408, 429)
 
@@ -105,15 +105,16 @@ def send(client: MlflowClient, run_id: str, record: Record) -> None:
     elif record["kind"] == "artifact":
         path = Path(record["path"])
         if path.is_dir():
-            client.log_artifacts(run_id, str(path), posixpath.join(record["folder"] or "", path.name))
+            client.log_artifacts(run_id, str(path), path.name)
         else:
-            client.log_artifact(run_id, str(path), record["folder"])
+            client.log_artifact(run_id, str(path))
     elif record["kind"] == "table":
         client.log_dict(run_id, record["table"], record["file"])
         _list_table(client, run_id, record["file"])
     elif record["kind"] == "status":
         client.set_terminated(run_id, status=record["status"])
-    else:
+    # Opens the run again for the process that recorded it, whose end is a later record.
+    elif record["kind"] != "resume":
         raise ValueError(f"record of unknown kind {record['kind']!r}")
 
 
@@ -145,3 +146,54 @@ def is_refusal(error: Exception) -> bool:
     else:
         return True
     return 400 <= status < 500 and status not in _RETRIED_STATUSES
+
+
+def remove_metrics(
+    client: MlflowClient, run_id: str, *, first_step: int, last_step: int | None = None, keys: Collection[str] = ()
+) -> None:
+    """Removes the points of a run from first_step to last_step, so that these steps have no two values.
+
+    last_step: None: all behind first_step, too.  keys: of these metrics alone; (): of all.
+    Does nothing where the store is no database that this process opens: MLflow's servers have no call for it.
+    """
+    from mlflow.store.tracking.dbmodels.models import SqlLatestMetric, SqlMetric
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    store = client._tracking_client.store
+    if not isinstance(store, SqlAlchemyStore):
+        return
+
+    def chosen(table: type[SqlMetric | SqlLatestMetric]) -> list[Any]:
+        limits = [table.run_uuid == run_id, table.step >= first_step]
+        if last_step is not None:
+            limits.append(table.step <= last_step)
+        if keys:
+            limits.append(table.key.in_(keys))
+        return limits
+
+    with store.ManagedSessionMaker(read_only=False) as session:
+        session.query(SqlMetric).filter(*chosen(SqlMetric)).delete(synchronize_session=False)
+        # The value that lists of runs show: the last one that is left.
+        for latest in session.query(SqlLatestMetric).filter(*chosen(SqlLatestMetric)).all():
+            left = session.query(SqlMetric).filter(SqlMetric.run_uuid == run_id, SqlMetric.key == latest.key)
+            newest = left.order_by(SqlMetric.step.desc(), SqlMetric.timestamp.desc(), SqlMetric.value.desc()).first()
+            if newest is None:
+                session.delete(latest)
+            else:
+                latest.step, latest.timestamp = newest.step, newest.timestamp
+                latest.value, latest.is_nan = newest.value, newest.is_nan
+
+
+def read_histories(tracking_uri: str) -> Histories:
+    """Reads all runs of a store: run id -> step -> metrics, the last value where a step has several."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=tracking_uri)
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    histories: Histories = {}
+    for run in client.search_runs(experiments):
+        steps = histories.setdefault(run.info.run_id, {})
+        for key in run.data.metrics:
+            for entry in client.get_metric_history(run.info.run_id, key):
+                steps.setdefault(entry.step, {})[key] = entry.value
+    return histories
