@@ -17,7 +17,7 @@ import torch
 from scalerl.base.stop import StopRequest
 from scalerl.batch import StepPlan
 from scalerl.batch.data_proto import DataProto, Jagged
-from scalerl.cluster.batch import BatchRef, PlacedBatch
+from scalerl.cluster.batch import HeldRows, PlacedBatch
 from scalerl.cluster.dispatch import Dispatch, MicroBatches, Result, register
 from scalerl.cluster.pools import ActorSpec, PooledActor, ResourcePool
 from scalerl.cluster.rank import RankProcess, Worker
@@ -175,11 +175,11 @@ class InstantRolloutWorker:
 
         await asyncio.Event().wait()
 
-    async def cut(self, cuts: Sequence[tuple[int, Sequence[int]]], **kwargs: Any) -> DataProto | list[DataProto]:
-        return DataProto() if len(cuts) == 1 else [DataProto() for _ in cuts]
+    async def select(self, wanted: Sequence[tuple[int, Sequence[int]]], **kwargs: Any) -> DataProto | list[DataProto]:
+        return DataProto() if len(wanted) == 1 else [DataProto() for _ in wanted]
 
-    async def deal(self, ranks: Sequence[Sequence[int]], *parts: DataProto) -> DataProto | list[DataProto]:
-        return DataProto() if len(ranks) == 1 else [DataProto() for _ in ranks]
+    async def regroup(self, groups: Sequence[Sequence[int]], *columns: DataProto) -> DataProto | list[DataProto]:
+        return DataProto() if len(groups) == 1 else [DataProto() for _ in groups]
 
     async def dump(self, *args: Any) -> None:
         pass
@@ -323,7 +323,7 @@ class TimedRollout(HybridRollout):
 
     place_s: list[tuple[float, float]]
 
-    def place(self, samples: BatchRef, plans: Mapping[str, StepPlan]) -> PlacedBatch:
+    def place(self, samples: HeldRows, plans: Mapping[str, StepPlan]) -> PlacedBatch:
         began = time.monotonic(), time.process_time()
         batch = super().place(samples, plans)
         self.place_s.append((time.monotonic() - began[0], time.process_time() - began[1]))

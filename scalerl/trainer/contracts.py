@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from scalerl.batch import StepPlan
-from scalerl.cluster.batch import BatchRef, PlacedBatch
+from scalerl.cluster.batch import HeldRows, PlacedBatch
 from scalerl.config.schema import AlgorithmConfig
 from scalerl.rollout.sampling.groups import EarlyEnd, SampleGroup
 from scalerl.rollout.sampling.rollout import Finished, Generation
@@ -39,7 +39,7 @@ class Rollout(Protocol):
         """Waits for a generation; returns its scored samples, its metrics and the groups that were left unfinished."""
         ...
 
-    def join(self, parts: Sequence[tuple[BatchRef, Sequence[int]]]) -> BatchRef:
+    def join(self, batches: Sequence[tuple[HeldRows, Sequence[int]]]) -> HeldRows:
         """Joins rows of several batches, in order, into one batch; the batches must not be used afterwards."""
         ...
 
@@ -47,11 +47,11 @@ class Rollout(Protocol):
         """Forgets unfinished groups, which will not be sampled again."""
         ...
 
-    def greedy_scores(self, samples: BatchRef) -> tuple[np.ndarray, Metrics]:
+    def greedy_scores(self, samples: HeldRows) -> tuple[np.ndarray, Metrics]:
         """The reward [S] of one greedy response to each sample's prompt, NaN where that failed, and metrics."""
         ...
 
-    def validate(self, *, step: int) -> tuple[BatchRef, Metrics]:
+    def validate(self, *, step: int) -> tuple[HeldRows, Metrics]:
         """Draws samples for every validation prompt by rollout.val_kwargs, and scores them."""
         ...
 
@@ -63,7 +63,7 @@ class Rollout(Protocol):
         """Frees device memory for a save or a load of the trainer inside the block, between two generations."""
         ...
 
-    def place(self, samples: BatchRef, plans: Mapping[str, StepPlan]) -> PlacedBatch:
+    def place(self, samples: HeldRows, plans: Mapping[str, StepPlan]) -> PlacedBatch:
         """Places the samples' tokens on the data-parallel ranks that the first plan names. plans: by role."""
         ...
 
@@ -72,19 +72,19 @@ class Rollout(Protocol):
         ...
 
     def texts(
-        self, samples: BatchRef, rows: Sequence[int], dataset: str, *, with_special_tokens: bool
+        self, samples: HeldRows, rows: Sequence[int], dataset: str, *, with_special_tokens: bool
     ) -> list[tuple[str, str, str]]:
         """The texts (prompt, response, ground truth) of these rows.  dataset: that of the prompts, `train` or `val`."""
         ...
 
-    def dump(self, samples: BatchRef, batch: PlacedBatch, path: Path) -> None:
+    def dump(self, samples: HeldRows, batch: PlacedBatch, path: Path) -> None:
         """Writes samples and trainer columns as parquet: a file, or a directory of parts with several workers.
 
         batch: holds the trainer's columns of the same rows.
         """
         ...
 
-    def drop(self, samples: BatchRef) -> None:
+    def drop(self, samples: HeldRows) -> None:
         """Frees the samples, which are no longer needed."""
         ...
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GeneratedBatch:
-    """The part of a generated batch that the controller sees.
+    """What the controller gets of a generation from one rollout worker.
 
     samples: column -> [S], of finished groups.  gen_s, reward_wait_s: seconds.
     num_resubmitted: samples that were asked again because of their server.  missing: servers that were lost and have no
@@ -212,7 +212,7 @@ class RolloutWorker(HeldBatches, Reusable):
     ) -> GeneratedBatch:
         """Makes n samples for each group, scored as they finish; an interrupted group continues where it was.
 
-        keep: hold the tokens for `cut` until `drop`.
+        keep: hold the tokens for `select` until `drop`.
         enough: ends the generation early, counted over all workers that have a part of it.  generation: its number,
         the same for all of them.  carry: groups that are unfinished then may be asked for again; else their tokens
         are given up.
@@ -355,11 +355,11 @@ class RolloutWorker(HeldBatches, Reusable):
         own: (batch of this worker, rows of it, which rows of the step they are).  made[i]: token columns of rows[i],
         the trainer's or those that other workers have.
         """
-        from scalerl.rollout.sampling.dump import joined_fragments, write_dump
+        from scalerl.rollout.sampling.dump import joined_columns, write_dump
 
         def write() -> None:
             held = [self.all_tokens(batch_id).select(batch_rows) for batch_id, batch_rows, _ in own]
-            tokens = joined_fragments([*(step_rows for _, _, step_rows in own), *rows], [*held, *made])
+            tokens = joined_columns([*(step_rows for _, _, step_rows in own), *rows], [*held, *made])
             texts = decoded(self.tokenizer, tokens["input_ids"], samples["prompt_length"])
             write_dump(Path(path), tokens, samples, texts)
 
