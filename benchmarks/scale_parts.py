@@ -213,6 +213,7 @@ def sample_columns(groups: Sequence[SampleGroup], n: int, generator: np.random.G
     # No value is the object of another that it is not in a run: pickle writes an object once, then that it was there.
     objects: dict[str, list[Any]] = {
         "finish_reason": [own("stop") for _ in range(count)],
+        "reward_error": [""] * count,
         "reward_extra": [{own("acc"): float(score)} for score in generator.random(count)],
     }
     # Samples of a group have their prompt's.

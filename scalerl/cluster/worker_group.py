@@ -11,7 +11,7 @@ from typing import Any, NoReturn, cast
 
 import ray
 from ray import cloudpickle
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from scalerl.base.user_code import called, is_users_own, place_of
 from scalerl.cluster.batch import ShardedBatch
@@ -260,7 +260,7 @@ class WorkerGroup:
                 )
             try:
                 values.update(zip(done, ray.get(done), strict=True))
-            except (RayTaskError, RayActorError, GetTimeoutError):
+            except RayError:
                 self._raise_first(name, refs, done)
         return [values[ref] for ref in refs]
 
@@ -269,7 +269,7 @@ class WorkerGroup:
         for ref in done:
             try:
                 ray.get(ref)
-            except (RayTaskError, RayActorError, GetTimeoutError) as error:
+            except RayError as error:
                 raise self.failures.explained(name, refs.index(ref), error) from None
         raise AssertionError("unreachable: one of them failed")
 

@@ -1,13 +1,15 @@
-"""Interfaces of the models and the sampler that a training loop calls; the package controller implements them.
+"""Interfaces of the models and the sampler that a training loop calls.
 
 A training loop of the user (trainer.custom_fit) may rely on them. A method that computes a column returns the batch
-with that column: batches are values, and the tensors that they refer to stay where they are.
+with that column: batches are values, and the tensors that they refer to stay where they are. `begin_` before the name
+of a method: the call returns at once, with a `Pass`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -15,11 +17,33 @@ import numpy as np
 
 from scalerl.batch import StepPlan
 from scalerl.cluster.batch import HeldRows, PlacedBatch
+from scalerl.cluster.dispatch import Collected, Future
 from scalerl.config.schema import AlgorithmConfig
 from scalerl.rollout.sampling.groups import EarlyEnd, SampleGroup
 from scalerl.rollout.sampling.rollout import Finished, Generation
 from scalerl.tracking.metrics import Metrics
 from scalerl.trainer.ranks.save_calls import Writing
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass of a model over a batch, which its ranks compute meanwhile.
+
+    Models in pools of their own compute at the same time; the ranks of one pool do their passes one after another, in
+    the order in which the passes began.
+    add: puts the columns that the pass made into a batch.
+    """
+
+    result: Future[Collected]
+    add: Callable[[PlacedBatch, Collected], PlacedBatch]
+
+    def add_to(self, batch: PlacedBatch) -> tuple[PlacedBatch, Metrics]:
+        """Waits for the pass; returns the batch with its columns, and its metrics. Raises the error of a failed pass.
+
+        batch: that of the pass, which may have more columns by now.
+        """
+        collected = self.result.get()
+        return self.add(batch, collected), collected.metrics
 
 
 class Rollout(Protocol):
@@ -100,6 +124,10 @@ class Actor(Protocol):
         """Adds old_logprobs by the current weights, and the columns that correct the sampler's log-probs."""
         ...
 
+    def begin_logprobs(self, batch: PlacedBatch) -> Pass:
+        """Begins `logprobs`."""
+        ...
+
     def worst_tokens(self, batch: PlacedBatch) -> dict[str, np.ndarray]:
         """Columns [S] about the token of each sample whose two log-probs differ most; {} if they were not compared."""
         ...
@@ -145,12 +173,20 @@ class Reference(Protocol):
         """Adds ref_logprobs to the batch."""
         ...
 
+    def begin_logprobs(self, batch: PlacedBatch) -> Pass:
+        """Begins `logprobs`."""
+        ...
+
 
 class Critic(Protocol):
     """The value model that is trained."""
 
     def values(self, batch: PlacedBatch) -> tuple[PlacedBatch, Metrics]:
         """Adds values to the batch, by the current weights."""
+        ...
+
+    def begin_values(self, batch: PlacedBatch) -> Pass:
+        """Begins `values`."""
         ...
 
     def update(self, batch: PlacedBatch) -> Metrics:
@@ -175,4 +211,8 @@ class RewardModel(Protocol):
 
     def scores(self, batch: PlacedBatch) -> np.ndarray:
         """The score of every sample, [S] float64."""
+        ...
+
+    def begin_scores(self, batch: PlacedBatch) -> Pass:
+        """Begins to score; the pass replaces the score of samples of reward style "model", and no other."""
         ...

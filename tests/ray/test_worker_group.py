@@ -346,6 +346,19 @@ def test_a_call_that_does_not_wait_fails_when_it_is_waited_for(group: WorkerGrou
             failing.get()
 
 
+def test_calls_beside_a_failed_one_keep_their_answers(group: WorkerGroup) -> None:
+    """The step ends with the error of one pass: the answers of the others are read by nobody, or by who asked."""
+    before = group.call(PlainWorker.weigh_later, [1, 2, 3, 4], weight=3)
+    failing = group.call(PlainWorker.fail_later, 1)
+    after = group.call(PlainWorker.count_rows, place(LENGTHS))
+    with pytest.raises(WorkerError, match=r"fail_later failed on rank 1 .*: no such number"):
+        failing.get()
+    del after
+    assert group.call(PlainWorker.weigh_later, [5], weight=1).get()["sum"] == 5
+    assert group.call(PlainWorker.first, 1) == (0, (1,), {})
+    assert before.get()["sum"] == 30
+
+
 # --- failures. Those that end a rank come last: each has a group of its own ---
 
 

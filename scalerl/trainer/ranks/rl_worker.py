@@ -27,7 +27,7 @@ class RLWorker(MegatronWorker, WeightSource):
             self.weight_sync.close()
         super().leave()
 
-    @register(Dispatch.DP_COMPUTE_PROTO)
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
     @phase("old_log_prob", "params", reads=True)
     def compute_log_prob(
         self,
@@ -76,21 +76,21 @@ class RLWorker(MegatronWorker, WeightSource):
 
         return {}, DataProto(samples=worst_tokens(shard))
 
-    @register(Dispatch.DP_COMPUTE_PROTO)
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
     @phase("ref", "params", role="ref", reads=True)
     def compute_ref_log_prob(self, shard: DataProto, micro_batches: MicroBatches, *, temperature: float) -> Result:
         """Computes column ref_logprobs."""
         outputs = self.engines["ref"].logprobs(shard, flat(micro_batches), temperature=temperature)
         return {}, DataProto({"ref_logprobs": outputs["logprobs"]}) if outputs else None
 
-    @register(Dispatch.DP_COMPUTE_PROTO)
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
     @phase("values", "params", role="critic", reads=True)
     def compute_values(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
         """Computes column values."""
         outputs = self.engines["critic"].values(shard, flat(micro_batches))
         return {}, DataProto(outputs) if outputs else None
 
-    @register(Dispatch.DP_COMPUTE_PROTO)
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
     @phase("reward_model", "params", role="reward_model", reads=True)
     def compute_scores(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
         """Computes sample column scores: the reward model's output after the last token."""

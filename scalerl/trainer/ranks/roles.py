@@ -11,9 +11,11 @@ from scalerl.algorithms import get_adv_estimator, policy_loss_needs
 from scalerl.algorithms.losses import SELECTED
 from scalerl.batch import StepPlan
 from scalerl.cluster.batch import TOKENS, PlacedBatch
+from scalerl.cluster.dispatch import Collected, Future
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, RolloutCorrectionConfig
 from scalerl.tracking.metrics import Metric, Metrics, explained_variance_metrics
+from scalerl.trainer.contracts import Pass
 from scalerl.trainer.ranks.rl_worker import RLWorker
 from scalerl.trainer.ranks.run_estimators import SAMPLE_NAMES
 from scalerl.trainer.ranks.save_calls import Writing, begin_rank_saves
@@ -31,18 +33,21 @@ class MegatronActor:
     correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
     def logprobs(self, batch: PlacedBatch) -> tuple[PlacedBatch, Metrics]:
-        """The batch with old_logprobs, with a correction also num_loss_tokens [S]. With bypass_mode it stays as it is:
-        the sampler's log-probs, which it has, are the old ones."""
+        return self.begin_logprobs(batch).add_to(batch)
+
+    def begin_logprobs(self, batch: PlacedBatch) -> Pass:
+        """The pass adds old_logprobs, with a correction also num_loss_tokens [S]. With bypass_mode it adds nothing: the
+        sampler's log-probs, which the batch has, are the old ones."""
         if self.correction.bypass_mode:
-            return batch, {}
-        metrics, counts, columns = self.workers.call(
+            return Pass(Future(lambda: Collected({}, {}, [])), lambda batch, made: batch)
+        made = self.workers.call(
             RLWorker.compute_log_prob,
             batch.shards("actor", TOKENS),
             temperature=self.temperature,
             correction=self.correction,
             config=self.config,
         )
-        return batch.with_column("old_logprobs", "actor", columns).with_samples(**counts), metrics
+        return Pass(made, _with_old_logprobs)
 
     def worst_tokens(self, batch: PlacedBatch) -> dict[str, np.ndarray]:
         """The token of each sample whose two log-probs differ most (`logprob_mismatch`); {} with bypass_mode."""
@@ -125,6 +130,10 @@ class MegatronActor:
         self.workers.call(MegatronWorker.load_checkpoint, "actor", directory)
 
 
+def _with_old_logprobs(batch: PlacedBatch, made: Collected) -> PlacedBatch:
+    return batch.with_column("old_logprobs", "actor", made.columns).with_samples(**made.samples)
+
+
 @dataclass(frozen=True)
 class MegatronReference:
     """The frozen reference model, on a group of ranks."""
@@ -133,9 +142,12 @@ class MegatronReference:
     temperature: float
 
     def logprobs(self, batch: PlacedBatch) -> tuple[PlacedBatch, Metrics]:
+        return self.begin_logprobs(batch).add_to(batch)
+
+    def begin_logprobs(self, batch: PlacedBatch) -> Pass:
         shards = batch.shards("ref", TOKENS)
-        metrics, _, columns = self.workers.call(RLWorker.compute_ref_log_prob, shards, temperature=self.temperature)
-        return batch.with_column("ref_logprobs", "ref", columns), metrics
+        made = self.workers.call(RLWorker.compute_ref_log_prob, shards, temperature=self.temperature)
+        return Pass(made, lambda batch, made: batch.with_column("ref_logprobs", "ref", made.columns))
 
 
 @dataclass(frozen=True)
@@ -146,8 +158,11 @@ class MegatronCritic:
     config: CriticConfig
 
     def values(self, batch: PlacedBatch) -> tuple[PlacedBatch, Metrics]:
-        metrics, _, columns = self.workers.call(RLWorker.compute_values, batch.shards("critic", TOKENS))
-        return batch.with_column("values", "critic", columns), metrics
+        return self.begin_values(batch).add_to(batch)
+
+    def begin_values(self, batch: PlacedBatch) -> Pass:
+        made = self.workers.call(RLWorker.compute_values, batch.shards("critic", TOKENS))
+        return Pass(made, lambda batch, made: batch.with_column("values", "critic", made.columns))
 
     def update(self, batch: PlacedBatch) -> Metrics:
         shards = batch.shards("critic", TOKENS, "values", "advantages")
@@ -173,8 +188,23 @@ class MegatronRewardModel:
 
     def scores(self, batch: PlacedBatch) -> np.ndarray:
         """The scores [S] float64 of all samples."""
-        computed = self.workers.call(RLWorker.compute_scores, batch.shards("reward_model", TOKENS))
-        return computed.samples["scores"].astype(np.float64)
+        return _scores_of(self._compute(batch).get())
+
+    def begin_scores(self, batch: PlacedBatch) -> Pass:
+        return Pass(self._compute(batch), _with_scores)
+
+    def _compute(self, batch: PlacedBatch) -> Future[Collected]:
+        return self.workers.call(RLWorker.compute_scores, batch.shards("reward_model", TOKENS))
+
+
+def _scores_of(made: Collected) -> np.ndarray:
+    return made.samples["scores"].astype(np.float64)
+
+
+def _with_scores(batch: PlacedBatch, made: Collected) -> PlacedBatch:
+    """The batch with the reward model's scores for samples of reward style "model"."""
+    is_by_model_S = batch.samples["reward_style"] == "model"
+    return batch.with_samples(score=np.where(is_by_model_S, _scores_of(made), batch.samples["score"]))
 
 
 def loss_totals(plan: StepPlan, num_loss_tokens_S: np.ndarray) -> list[dict[str, int]]:
