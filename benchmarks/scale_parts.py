@@ -17,7 +17,7 @@ import torch
 from scalerl.base.stop import StopRequest
 from scalerl.batch import StepPlan
 from scalerl.batch.data_proto import DataProto, Jagged
-from scalerl.cluster.batch import BatchRef, PlacedBatch
+from scalerl.cluster.batch import HeldRows, PlacedBatch
 from scalerl.cluster.dispatch import Dispatch, MicroBatches, Result, register
 from scalerl.cluster.pools import ActorSpec, PooledActor, ResourcePool
 from scalerl.cluster.rank import RankProcess, Worker
@@ -175,11 +175,11 @@ class InstantRolloutWorker:
 
         await asyncio.Event().wait()
 
-    async def cut(self, cuts: Sequence[tuple[int, Sequence[int]]], **kwargs: Any) -> DataProto | list[DataProto]:
-        return DataProto() if len(cuts) == 1 else [DataProto() for _ in cuts]
+    async def select(self, wanted: Sequence[tuple[int, Sequence[int]]], **kwargs: Any) -> DataProto | list[DataProto]:
+        return DataProto() if len(wanted) == 1 else [DataProto() for _ in wanted]
 
-    async def deal(self, ranks: Sequence[Sequence[int]], *parts: DataProto) -> DataProto | list[DataProto]:
-        return DataProto() if len(ranks) == 1 else [DataProto() for _ in ranks]
+    async def regroup(self, groups: Sequence[Sequence[int]], *columns: DataProto) -> DataProto | list[DataProto]:
+        return DataProto() if len(groups) == 1 else [DataProto() for _ in groups]
 
     async def dump(self, *args: Any) -> None:
         pass
@@ -213,6 +213,7 @@ def sample_columns(groups: Sequence[SampleGroup], n: int, generator: np.random.G
     # No value is the object of another that it is not in a run: pickle writes an object once, then that it was there.
     objects: dict[str, list[Any]] = {
         "finish_reason": [own("stop") for _ in range(count)],
+        "reward_error": [""] * count,
         "reward_extra": [{own("acc"): float(score)} for score in generator.random(count)],
     }
     # Samples of a group have their prompt's.
@@ -323,7 +324,7 @@ class TimedRollout(HybridRollout):
 
     place_s: list[tuple[float, float]]
 
-    def place(self, samples: BatchRef, plans: Mapping[str, StepPlan]) -> PlacedBatch:
+    def place(self, samples: HeldRows, plans: Mapping[str, StepPlan]) -> PlacedBatch:
         began = time.monotonic(), time.process_time()
         batch = super().place(samples, plans)
         self.place_s.append((time.monotonic() - began[0], time.process_time() - began[1]))

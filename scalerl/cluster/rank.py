@@ -18,7 +18,6 @@ from scalerl.cluster.pools import Reusable
 from scalerl.tracking.metrics import Metric
 
 if TYPE_CHECKING:
-    from scalerl.cluster.batch import Shard
     from scalerl.parallel.layout import Layout
 
 
@@ -91,23 +90,22 @@ class RankProcess(Reusable):
 
     # Two return values: the driver fetches the first, and keeps only a reference to the second.
     @ray.method(num_returns=2)
-    def run_on_shard(self, call: bytes, shard: bytes, *fragments: DataProto) -> tuple[Answer, DataProto | None]:
+    def run_on_shard(self, call: bytes, shard: bytes, *tokens: DataProto) -> tuple[Answer, DataProto | None]:
         """Puts the shard of a DP_COMPUTE_PROTO call together, then calls the method.
 
-        call: the method's name and its keyword arguments, pickled.  shard: a `batch.Shard`, pickled.
-        fragments: of all parts of the shard, in order.
+        call: the method's name and its keyword arguments, pickled.  shard: its micro-batches, as positions in the
+        shard's rows, and its sample columns, pickled.  tokens: its token columns.
         Returns the answer and the token columns; only an output rank returns columns, as the group collects its alone.
         """
         method, kwargs = pickle.loads(call)
-        own: Shard = pickle.loads(shard)
-        batch, remaining = DataProto(samples=own.samples), iter(fragments)
-        for count, order in own.parts:
-            held = [DataProto(tokens=next(remaining).tokens) for _ in range(count)]
-            batch = batch.union(held[0] if order is None else DataProto.concat(held).select(order))
+        micro_batches, samples = pickle.loads(shard)
+        batch = DataProto(samples=samples)
+        for column in tokens:
+            batch = batch.union(DataProto(column.tokens))
         function = self._method(method)
         metrics: dict[str, Metric]
         with heartbeat().phase(method):
-            metrics, columns = function(batch, own.micro_batches, **kwargs)
+            metrics, columns = function(batch, micro_batches, **kwargs)
         reading = self.worker.reading() if _has_reading(function) else None
         if columns is None or not self.worker.layout.is_output_rank(self.worker.rank):
             return Answer(metrics, {}, reading), None

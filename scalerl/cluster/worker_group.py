@@ -11,10 +11,10 @@ from typing import Any, NoReturn, cast
 
 import ray
 from ray import cloudpickle
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from scalerl.base.user_code import called, is_users_own, place_of
-from scalerl.cluster.batch import Shard, ShardedBatch
+from scalerl.cluster.batch import ShardedBatch
 from scalerl.cluster.dispatch import (
     Collected,
     DispatchMode,
@@ -214,9 +214,10 @@ class WorkerGroup:
         packed = cloudpickle.dumps((name, kwargs))
         refs, columns = [], []
         for rank, actor in enumerate(self.ranks):
-            shard, fragments = shards[self.layout.coordinates(rank).dp_rank]
+            dp_rank = self.layout.coordinates(rank).dp_rank
             # Ray resolves references among the arguments themselves, not inside of them.
-            answer, tokens = actor.run_on_shard.remote(packed, shard, *fragments)
+            references = [column[dp_rank] for column in batch.columns]
+            answer, tokens = actor.run_on_shard.remote(packed, shards[dp_rank], *references)
             refs.append(answer)
             columns.append(tokens)
         outputs = self.layout.output_ranks()
@@ -231,18 +232,12 @@ class WorkerGroup:
 
         return Future(collected)
 
-    def _shard(self, batch: ShardedBatch, dp_rank: int) -> tuple[Any, list[Any]]:
-        """The `batch.Shard` of a data-parallel rank, pickled, or a reference to that, and its columns' fragments."""
-        parts = batch.parts(dp_rank)
-        shard = Shard(
-            batch.plan.local_micro_batches(dp_rank),
-            batch.shard_samples(dp_rank),
-            [(len(part.fragments), part.order) for part in parts],
-        )
+    def _shard(self, batch: ShardedBatch, dp_rank: int) -> Any:
+        """The micro-batches and sample columns of a data-parallel rank, pickled, or a reference to that."""
         # Numbers and arrays: the pickle of C, several times as fast as Ray's, which also takes functions.
+        shard = batch.plan.local_micro_batches(dp_rank), batch.shard_samples(dp_rank)
         packed = pickle.dumps(shard, protocol=pickle.HIGHEST_PROTOCOL)
-        is_shared = self.layout.world_size > self.layout.dp_size
-        return ray.put(packed) if is_shared else packed, [fragment for part in parts for fragment in part.fragments]
+        return ray.put(packed) if self.layout.world_size > self.layout.dp_size else packed
 
     def _wait(self, name: str, refs: list[Any]) -> list[Any]:
         """Waits for the values, in rank order. Raises WorkerError for the first rank that fails or the late ones."""
@@ -265,7 +260,7 @@ class WorkerGroup:
                 )
             try:
                 values.update(zip(done, ray.get(done), strict=True))
-            except (RayTaskError, RayActorError, GetTimeoutError):
+            except RayError:
                 self._raise_first(name, refs, done)
         return [values[ref] for ref in refs]
 
@@ -274,7 +269,7 @@ class WorkerGroup:
         for ref in done:
             try:
                 ray.get(ref)
-            except (RayTaskError, RayActorError, GetTimeoutError) as error:
+            except RayError as error:
                 raise self.failures.explained(name, refs.index(ref), error) from None
         raise AssertionError("unreachable: one of them failed")
 

@@ -1,25 +1,49 @@
-"""Interfaces of the models and the sampler that a training loop calls; the package controller implements them.
+"""Interfaces of the models and the sampler that a training loop calls.
 
 A training loop of the user (trainer.custom_fit) may rely on them. A method that computes a column returns the batch
-with that column: batches are values, and the tensors that they refer to stay where they are.
+with that column: batches are values, and the tensors that they refer to stay where they are. `begin_` before the name
+of a method: the call returns at once, with a `Pass`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from scalerl.batch import StepPlan
-from scalerl.cluster.batch import BatchRef, PlacedBatch
+from scalerl.cluster.batch import HeldRows, PlacedBatch
+from scalerl.cluster.dispatch import Collected, Future
 from scalerl.config.schema import AlgorithmConfig
 from scalerl.rollout.sampling.groups import EarlyEnd, SampleGroup
 from scalerl.rollout.sampling.rollout import Finished, Generation
 from scalerl.tracking.metrics import Metrics
 from scalerl.trainer.ranks.save_calls import Writing
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass of a model over a batch, which its ranks compute meanwhile.
+
+    Models in pools of their own compute at the same time; the ranks of one pool do their passes one after another, in
+    the order in which the passes began.
+    add: puts the columns that the pass made into a batch.
+    """
+
+    result: Future[Collected]
+    add: Callable[[PlacedBatch, Collected], PlacedBatch]
+
+    def add_to(self, batch: PlacedBatch) -> tuple[PlacedBatch, Metrics]:
+        """Waits for the pass; returns the batch with its columns, and its metrics. Raises the error of a failed pass.
+
+        batch: that of the pass, which may have more columns by now.
+        """
+        collected = self.result.get()
+        return self.add(batch, collected), collected.metrics
 
 
 class Rollout(Protocol):
@@ -39,7 +63,7 @@ class Rollout(Protocol):
         """Waits for a generation; returns its scored samples, its metrics and the groups that were left unfinished."""
         ...
 
-    def join(self, parts: Sequence[tuple[BatchRef, Sequence[int]]]) -> BatchRef:
+    def join(self, batches: Sequence[tuple[HeldRows, Sequence[int]]]) -> HeldRows:
         """Joins rows of several batches, in order, into one batch; the batches must not be used afterwards."""
         ...
 
@@ -47,11 +71,11 @@ class Rollout(Protocol):
         """Forgets unfinished groups, which will not be sampled again."""
         ...
 
-    def greedy_scores(self, samples: BatchRef) -> tuple[np.ndarray, Metrics]:
+    def greedy_scores(self, samples: HeldRows) -> tuple[np.ndarray, Metrics]:
         """The reward [S] of one greedy response to each sample's prompt, NaN where that failed, and metrics."""
         ...
 
-    def validate(self, *, step: int) -> tuple[BatchRef, Metrics]:
+    def validate(self, *, step: int) -> tuple[HeldRows, Metrics]:
         """Draws samples for every validation prompt by rollout.val_kwargs, and scores them."""
         ...
 
@@ -63,7 +87,7 @@ class Rollout(Protocol):
         """Frees device memory for a save or a load of the trainer inside the block, between two generations."""
         ...
 
-    def place(self, samples: BatchRef, plans: Mapping[str, StepPlan]) -> PlacedBatch:
+    def place(self, samples: HeldRows, plans: Mapping[str, StepPlan]) -> PlacedBatch:
         """Places the samples' tokens on the data-parallel ranks that the first plan names. plans: by role."""
         ...
 
@@ -72,19 +96,19 @@ class Rollout(Protocol):
         ...
 
     def texts(
-        self, samples: BatchRef, rows: Sequence[int], dataset: str, *, with_special_tokens: bool
+        self, samples: HeldRows, rows: Sequence[int], dataset: str, *, with_special_tokens: bool
     ) -> list[tuple[str, str, str]]:
         """The texts (prompt, response, ground truth) of these rows.  dataset: that of the prompts, `train` or `val`."""
         ...
 
-    def dump(self, samples: BatchRef, batch: PlacedBatch, path: Path) -> None:
+    def dump(self, samples: HeldRows, batch: PlacedBatch, path: Path) -> None:
         """Writes samples and trainer columns as parquet: a file, or a directory of parts with several workers.
 
         batch: holds the trainer's columns of the same rows.
         """
         ...
 
-    def drop(self, samples: BatchRef) -> None:
+    def drop(self, samples: HeldRows) -> None:
         """Frees the samples, which are no longer needed."""
         ...
 
@@ -98,6 +122,10 @@ class Actor(Protocol):
 
     def logprobs(self, batch: PlacedBatch) -> tuple[PlacedBatch, Metrics]:
         """Adds old_logprobs by the current weights, and the columns that correct the sampler's log-probs."""
+        ...
+
+    def begin_logprobs(self, batch: PlacedBatch) -> Pass:
+        """Begins `logprobs`."""
         ...
 
     def worst_tokens(self, batch: PlacedBatch) -> dict[str, np.ndarray]:
@@ -145,12 +173,20 @@ class Reference(Protocol):
         """Adds ref_logprobs to the batch."""
         ...
 
+    def begin_logprobs(self, batch: PlacedBatch) -> Pass:
+        """Begins `logprobs`."""
+        ...
+
 
 class Critic(Protocol):
     """The value model that is trained."""
 
     def values(self, batch: PlacedBatch) -> tuple[PlacedBatch, Metrics]:
         """Adds values to the batch, by the current weights."""
+        ...
+
+    def begin_values(self, batch: PlacedBatch) -> Pass:
+        """Begins `values`."""
         ...
 
     def update(self, batch: PlacedBatch) -> Metrics:
@@ -175,4 +211,8 @@ class RewardModel(Protocol):
 
     def scores(self, batch: PlacedBatch) -> np.ndarray:
         """The score of every sample, [S] float64."""
+        ...
+
+    def begin_scores(self, batch: PlacedBatch) -> Pass:
+        """Begins to score; the pass replaces the score of samples of reward style "model", and no other."""
         ...

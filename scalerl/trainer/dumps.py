@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from scalerl.cluster.batch import BatchRef, PlacedBatch
+from scalerl.cluster.batch import HeldRows, PlacedBatch
 from scalerl.config.schema import TrainerConfig
 from scalerl.trainer.contracts import Actor, Rollout
 from scalerl.trainer.mismatched_samples import worst_rows, write_outliers
@@ -19,7 +19,7 @@ def dump_step(
     config: TrainerConfig,
     rollout: Rollout,
     actor: Actor,
-    samples: BatchRef,
+    samples: HeldRows,
     batch: PlacedBatch,
     *,
     step: int,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from scalerl.batch import Alignment, SizeKeys, StepPlan, plan_step
-from scalerl.cluster.batch import BatchRef
+from scalerl.cluster.batch import HeldRows
 from scalerl.config import LayoutSizes
 from scalerl.models.flops import FlopsShape
 
@@ -53,7 +53,7 @@ class Planner:
         """Whether plans of `other` obey this planner's rules, on the same ranks; the FLOPs of the models may differ."""
         return self.rules == other.rules and self.samples_per_update in (None, other.samples_per_update)
 
-    def plan(self, samples: BatchRef) -> StepPlan:
+    def plan(self, samples: HeldRows) -> StepPlan:
         """Plans mini-batches of whole groups in the order of the prompts; equal planners make equal plans."""
         size, rows = self.samples_per_update or len(samples), range(len(samples))
         return plan_step(
@@ -76,7 +76,7 @@ class _Prompts:
         return f"prompt {self.uid_S[row]}"
 
 
-def plan_roles(planners: Mapping[str, Planner], samples: BatchRef) -> dict[str, StepPlan]:
+def plan_roles(planners: Mapping[str, Planner], samples: HeldRows) -> dict[str, StepPlan]:
     """Makes the plan of each role; roles with equal planners share one plan."""
     plans: dict[str, StepPlan] = {}
     for role, planner in planners.items():

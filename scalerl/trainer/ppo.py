@@ -7,19 +7,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from scalerl.algorithms import KLController
 from scalerl.algorithms.one_pass import is_one_pass_enough
 from scalerl.base.random_states import generator_states, restore_generators
 from scalerl.base.stop import StopRequest
-from scalerl.cluster.batch import PlacedBatch
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config import PPOConfig
 from scalerl.tracking import Tracking
 from scalerl.tracking.metrics import Metric, Timers, merge_metrics, validation_metrics
 from scalerl.trainer.console_texts import StartPhases
-from scalerl.trainer.contracts import Actor, Critic, Reference, RewardModel, Rollout
+from scalerl.trainer.contracts import Actor, Critic, Pass, Reference, RewardModel, Rollout
 from scalerl.trainer.dumps import dump_step, generations_table
 from scalerl.trainer.planners import Planner, plan_roles
 from scalerl.trainer.profiling import profiled
@@ -140,21 +137,24 @@ def train_step(run: Run, step: int) -> StepOutcome:
     with phase("balance"):
         plans = plan_roles(run.planners, samples)
         batch = run.rollout.place(samples, plans)
-    if run.reward_model is not None:
-        with phase("reward_model"):
-            batch = batch.with_samples(score=model_scores(run.reward_model, batch))
+    # All passes begin before the step waits for one: models in pools of their own compute at the same time.
+    passes: dict[str, Pass] = {}
     one_pass = is_one_pass_enough(cfg, step)
     if not one_pass:
         with phase("old_log_prob"):
-            batch, pass_metrics = run.actor.logprobs(batch)
-            metrics |= pass_metrics
+            passes["old_log_prob"] = run.actor.begin_logprobs(batch)
     if run.reference is not None:
         with phase("ref"):
-            batch, pass_metrics = run.reference.logprobs(batch)
-            metrics |= pass_metrics
+            passes["ref"] = run.reference.begin_logprobs(batch)
     if run.critic is not None:
         with phase("values"):
-            batch, pass_metrics = run.critic.values(batch)
+            passes["values"] = run.critic.begin_values(batch)
+    if run.reward_model is not None:
+        with phase("reward_model"):
+            passes["reward_model"] = run.reward_model.begin_scores(batch)
+    for name in passes:
+        with phase(name):
+            batch, pass_metrics = passes[name].add_to(batch)
             metrics |= pass_metrics
 
     with phase("adv"):
@@ -201,11 +201,6 @@ def log_step(run: Run, outcome: StepOutcome, *, epoch: int, more: Mapping[str, f
             run.saves.commit()
 
 
-def model_scores(reward_model: RewardModel, batch: PlacedBatch) -> np.ndarray:
-    """Scores [S]: the reward model's for samples of reward style "model", the reward function's for the others."""
-    return np.where(batch.samples["reward_style"] == "model", reward_model.scores(batch), batch.samples["score"])
-
-
 def memory_of_own_pools(run: Run) -> list[dict[str, Metric]]:
     """Memory metrics of each rank outside the actor's pool; the actor's ranks report theirs with the weight sync."""
     return [part for group in run.worker_groups[1:] for part in group.call(MegatronWorker.memory)]
@@ -217,7 +212,8 @@ def validate(run: Run) -> dict[str, float]:
     if run.reward_model is not None:
         planner = replace(run.planners["reward_model"], samples_per_update=None)
         placed = run.rollout.place(samples, {"reward_model": planner.plan(samples)})
-        samples = samples.with_samples(score=model_scores(run.reward_model, placed))
+        scored, _ = run.reward_model.begin_scores(placed).add_to(placed)
+        samples = samples.with_samples(score=scored.samples["score"])
     columns = samples.samples
     trainer = run.config.trainer
     if num_rows := min(trainer.log_val_generations, len(samples)):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from scalerl.cluster.batch import BatchRef
+from scalerl.cluster.batch import HeldRows
 from scalerl.config import PPOConfig
 from scalerl.data import PromptCursor
 from scalerl.errors import UserError
@@ -60,7 +60,7 @@ class SampleStream:
         # Step -> number of groups that were made for it.
         self.num_made: Counter[int] = Counter()
 
-    def next_batch(self, step: int) -> tuple[BatchRef, dict[str, Metric]]:
+    def next_batch(self, step: int) -> tuple[HeldRows, dict[str, Metric]]:
         """Returns train_batch_size groups of n samples for a step, and metrics of their generation.
 
         After max_num_gen_batches rounds, groups without contrast fill the batch. Raises NoContrastError when these
@@ -114,7 +114,7 @@ class SampleStream:
 
     def _size_of_round(self, rounds: Sequence[Finished], kept: Sequence[Sequence[int]]) -> int:
         """The number of groups to request so that enough are kept, at the rate of the rounds before."""
-        num_kept, tried = sum(map(len, kept)), sum(len(set(part.samples.samples["uid"].tolist())) for part in rounds)
+        num_kept, tried = sum(map(len, kept)), sum(len(set(done.samples.samples["uid"].tolist())) for done in rounds)
         if not num_kept:
             return self.gen_batch_size
         return min(self.gen_batch_size, math.ceil((self.batch_size - num_kept) * tried / num_kept))
@@ -143,9 +143,9 @@ class SampleStream:
             missing -= len(others[:missing])
         return filled
 
-    def _select(self, rounds: Sequence[Finished], kept: Sequence[list[int]]) -> BatchRef:
+    def _select(self, rounds: Sequence[Finished], kept: Sequence[list[int]]) -> HeldRows:
         """Selects the rows of the first batch_size groups that were kept, and counts the others as dropped."""
-        parts, room = [], self.batch_size
+        batches, room = [], self.batch_size
         for finished, uids in zip(rounds, kept, strict=True):
             samples = finished.samples
             wanted = uids[:room]
@@ -153,10 +153,10 @@ class SampleStream:
             num_groups = len(set(samples.samples["uid"].tolist()))
             self.ledger.drop("no_contrast", num_groups - len(uids))
             self.ledger.drop("surplus", len(uids) - len(wanted))
-            parts.append((samples, np.flatnonzero(np.isin(samples.samples["uid"], wanted)).tolist()))
-        if len(parts) == 1 and len(parts[0][1]) == len(parts[0][0]):
-            return parts[0][0]
-        return self.rollout.join(parts)
+            batches.append((samples, np.flatnonzero(np.isin(samples.samples["uid"], wanted)).tolist()))
+        if len(batches) == 1 and len(batches[0][1]) == len(batches[0][0]):
+            return batches[0][0]
+        return self.rollout.join(batches)
 
     def _drop(self, reason: Any, groups: Sequence[SampleGroup]) -> None:
         self.ledger.drop(reason, len(groups))
@@ -170,7 +170,7 @@ class SampleStream:
     def _num_waiting(self) -> int:
         return sum(len(asked.groups) for asked in self.asked) + len(self.carried) + sum(map(len, self.again.values()))
 
-    def _metrics(self, samples: BatchRef, step: int, num_rounds: int, num_filled: int) -> dict[str, Metric]:
+    def _metrics(self, samples: HeldRows, step: int, num_rounds: int, num_filled: int) -> dict[str, Metric]:
         # The policy that trains on these samples has learned from all earlier steps.
         staleness = step - 1 - samples.samples["policy_version"]
         metrics = {

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from scalerl.algorithms import AdvantageEstimator, KLController, get_adv_estimator
-from scalerl.cluster.batch import BatchRef, PlacedBatch
+from scalerl.cluster.batch import HeldRows, PlacedBatch
 from scalerl.config.schema import AlgorithmConfig
 from scalerl.tracking.metrics import Metric
 from scalerl.tracking.metrics.failed_samples import as_wrong
@@ -27,7 +27,7 @@ def needs_greedy_baseline(config: AlgorithmConfig) -> bool:
     return GREEDY_SCORE in get_adv_estimator(config.adv_estimator).needs
 
 
-def add_greedy_baseline(rollout: Rollout, samples: BatchRef) -> tuple[BatchRef, dict[str, Metric]]:
+def add_greedy_baseline(rollout: Rollout, samples: HeldRows) -> tuple[HeldRows, dict[str, Metric]]:
     """Adds the sample column baseline_score: the reward of a greedy response to the prompt, by the served weights.
 
     Where the greedy response failed, a sample's own reward is its baseline, so that it has no advantage.

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from remote_calls import RemoteCalls
 
 from scalerl.batch import plan_step
-from scalerl.cluster.batch import BatchRef, PlacedBatch
+from scalerl.cluster.batch import HeldRows, PlacedBatch
 from scalerl.cluster.pools import ResourcePool
 from scalerl.cluster.processes import Lease, Processes
 from scalerl.cluster.worker_group import WorkerGroup
@@ -118,7 +118,7 @@ class Run:
         self.num_generations = 0
         self.rollout.sync_weights(0)
 
-    def generate(self) -> BatchRef:
+    def generate(self) -> HeldRows:
         """Every sample once, by the weights that were synced last."""
         self.num_generations += 1
         groups = [SampleGroup(prompt, self.num_generations, prompt) for prompt in range(PROMPTS)]
@@ -131,7 +131,7 @@ class Run:
         assert not finished.unfinished
         return finished.samples
 
-    def compare(self, samples: BatchRef) -> PlacedBatch:
+    def compare(self, samples: HeldRows) -> PlacedBatch:
         """Whichever server made a sample has the trainer's weights."""
         lengths = samples.num_tokens_S.tolist()
         plan = plan_step(lengths, dp_size=1, mini_batches=[range(len(lengths))], max_tokens_per_micro_batch=128)

@@ -224,8 +224,8 @@ def test_a_lost_server_is_replaced_and_asked_again(bench: Bench) -> None:
         for worker, made in zip(workers, (call, later), strict=True):
             generated = ray.get(made, timeout=TIMEOUT_S)
             lengths = generated.samples["prompt_length"]
-            cut = ray.get(worker.cut.remote([(generated.batch_id, range(3))]), timeout=TIMEOUT_S)
-            columns = cut.tokens["input_ids"]
+            selected = ray.get(worker.select.remote([(generated.batch_id, range(3))]), timeout=TIMEOUT_S)
+            columns = selected.tokens["input_ids"]
             ids = [columns[row].tolist()[lengths[row] :] for row in range(3)]
             check(bench, generated.samples, [tokenizer.decode(part, skip_special_tokens=True) for part in ids])
         assert bench.servers.num_restarts == 1 and len(bench.servers.news) == 2

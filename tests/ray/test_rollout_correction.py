@@ -122,7 +122,7 @@ def mask_of(row: int) -> torch.Tensor:
 def columns_of(batch: PlacedBatch, name: str) -> dict[str, list[torch.Tensor]]:
     """Column -> rows in the batch's order."""
     column, rows_by_key = batch.columns[name], {}
-    for dp_rank, part in enumerate(ray.get(list(column.fragments))):
+    for dp_rank, part in enumerate(ray.get(list(column.shards))):
         for key, values in part.tokens.items():
             for at, row in enumerate(column.plan.rows(dp_rank)):
                 rows_by_key.setdefault(key, {})[row] = values[at]

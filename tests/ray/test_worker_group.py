@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError
 
 from scalerl.batch import StepPlan, plan_step
 from scalerl.batch.data_proto import DataProto, Jagged
-from scalerl.cluster.batch import BatchRef, ShardedBatch, TokenColumn
+from scalerl.cluster.batch import HeldRows, PlacedBatch, ShardedBatch
 from scalerl.cluster.dispatch import WorkerMethod
 from scalerl.cluster.failures import WorkerError
 from scalerl.cluster.processes import Processes
@@ -51,12 +51,12 @@ def place(lengths: list[int], max_tokens: int = 8) -> ShardedBatch:
     """A batch of rows with these lengths, its ids in the object store."""
     plan = plan_step(lengths, dp_size=2, mini_batches=[range(len(lengths))], max_tokens_per_micro_batch=max_tokens)
     rows = rows_of(lengths)
-    fragments = tuple(
+    shards = tuple(
         ray.put(DataProto({"input_ids": Jagged.from_list([rows[row] for row in plan.rows(dp_rank)], torch.int64)}))
         for dp_rank in range(2)
     )
     samples = {"uid": np.arange(len(lengths)), "length": np.array(lengths)}
-    return ShardedBatch(plan, samples, (TokenColumn(plan, fragments),))
+    return ShardedBatch(plan, samples, (shards,))
 
 
 def test_rank_zero(group: WorkerGroup) -> None:
@@ -173,9 +173,7 @@ def test_many_ranks_are_waited_for_together_and_a_row_is_sent_once_per_data_para
     metrics = many.call(PlainWorker.fill_with_rows, batch).metrics
     # Every tensor-parallel rank has the rows of its data-parallel one.
     assert metrics == {"num_rows": Metric(4 * 32.0, "sum", 64.0)}
-    assert len(puts) == 16 and sorted(uid for shard in puts for uid in pickle.loads(shard).samples["uid"]) == [
-        *range(32)
-    ]
+    assert len(puts) == 16 and sorted(uid for shard in puts for uid in pickle.loads(shard)[1]["uid"]) == [*range(32)]
     assert all(pending == num_returns for pending, num_returns in waits) and len(waits) < 64
 
 
@@ -230,8 +228,8 @@ def test_collected_columns_reach_the_next_call(group: WorkerGroup) -> None:
         assert {value for row in seen["tokens"]["rank"] for value in row} == {LAYOUT.coordinates(rank).dp_rank + 2}
 
 
-def with_column(batch: ShardedBatch, fragments: list[ray.ObjectRef]) -> ShardedBatch:
-    return replace(batch, columns=(*batch.columns, TokenColumn(batch.plan, tuple(fragments))))
+def with_column(batch: ShardedBatch, shards: list[ray.ObjectRef]) -> ShardedBatch:
+    return replace(batch, columns=(*batch.columns, tuple(shards)))
 
 
 def test_columns_of_another_plan_reach_the_rows_of_this_one(group: WorkerGroup) -> None:
@@ -244,7 +242,9 @@ def test_columns_of_another_plan_reach_the_rows_of_this_one(group: WorkerGroup) 
         workload_S=1.0 / lengths,
     )  # fmt: skip
     assert [plan.rows(rank) for rank in range(2)] != [made.plan.rows(rank) for rank in range(2)]
-    group.call(PlainWorker.see, replace(with_column(made, columns), plan=plan))
+    batch = PlacedBatch(made.samples, {"actor": made.plan, "critic": plan})
+    batch = batch.with_column("ids", "actor", made.columns[0]).with_column("scaled", "actor", columns)
+    group.call(PlainWorker.see, batch.shards("critic", "uid", "length", "ids", "scaled"))
     rows = rows_of(LENGTHS)
     for rank, seen in enumerate(group.call(PlainWorker.what_was_seen)):
         mine = list(plan.rows(LAYOUT.coordinates(rank).dp_rank))
@@ -256,10 +256,15 @@ def test_columns_of_another_plan_reach_the_rows_of_this_one(group: WorkerGroup) 
 def sent_through_the_driver(batch: ShardedBatch, fetched: list[Any]) -> int:
     """Bytes of a step's messages that the controller makes or holds: calls, results and its own batch."""
     calls = [
-        (batch.plan.local_micro_batches(dp_rank), batch.shard_samples(dp_rank), {"scale": 3}, batch.parts(dp_rank))
+        (
+            batch.plan.local_micro_batches(dp_rank),
+            batch.shard_samples(dp_rank),
+            {"scale": 3},
+            [column[dp_rank] for column in batch.columns],
+        )
         for dp_rank in range(2)
     ]
-    return len(cloudpickle.dumps((calls, fetched, BatchRef(0, batch.samples), batch)))
+    return len(cloudpickle.dumps((calls, fetched, HeldRows(batch.samples), batch)))
 
 
 def test_messages_do_not_grow_with_tokens(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,6 +342,19 @@ def test_a_call_that_does_not_wait_fails_when_it_is_waited_for(group: WorkerGrou
     for _ in range(2):
         with pytest.raises(WorkerError, match=r"fail_later failed on rank 2 .*: no such number"):
             failing.get()
+
+
+def test_calls_beside_a_failed_one_keep_their_answers(group: WorkerGroup) -> None:
+    """The step ends with the error of one pass: the answers of the others are read by nobody, or by who asked."""
+    before = group.call(PlainWorker.weigh_later, [1, 2, 3, 4], weight=3)
+    failing = group.call(PlainWorker.fail_later, 1)
+    after = group.call(PlainWorker.count_rows, place(LENGTHS))
+    with pytest.raises(WorkerError, match=r"fail_later failed on rank 1 .*: no such number"):
+        failing.get()
+    del after
+    assert group.call(PlainWorker.weigh_later, [5], weight=1).get()["sum"] == 5
+    assert group.call(PlainWorker.first, 1) == (0, (1,), {})
+    assert before.get()["sum"] == 30
 
 
 # --- failures. Those that end a rank come last: each has a group of its own ---

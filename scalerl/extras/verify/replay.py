@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from scalerl.batch import StepPlan
     from scalerl.batch.data_proto import DataProto
-    from scalerl.cluster.batch import BatchRef, PlacedBatch
+    from scalerl.cluster.batch import HeldRows, PlacedBatch
     from scalerl.cluster.processes import Processes
     from scalerl.config.schema import CriticConfig, RefConfig, RewardModelConfig
     from scalerl.tracking.metrics import Metric
@@ -213,30 +213,30 @@ class DumpedSamples:
     """Stands for the run's `SampleStream` and `Rollout`: the step's samples are there, nothing is generated."""
 
     def __init__(self, path: Path) -> None:
-        from scalerl.cluster.batch import BatchRef
+        from scalerl.cluster.batch import HeldRows
 
         self.tokens, samples = read_dump(path)
-        self.batch = BatchRef(cast("Any", None), samples)
+        self.batch = HeldRows(samples)
 
-    def next_batch(self, step: int) -> tuple[BatchRef, dict[str, Metric]]:
+    def next_batch(self, step: int) -> tuple[HeldRows, dict[str, Metric]]:
         return self.batch, {}
 
-    def greedy_scores(self, samples: BatchRef) -> tuple[np.ndarray, dict[str, Metric]]:
+    def greedy_scores(self, samples: HeldRows) -> tuple[np.ndarray, dict[str, Metric]]:
         from scalerl.trainer.step_advantages import GREEDY_SCORE
 
         if GREEDY_SCORE not in samples.samples:
             raise UserError(f"the dump has no column {GREEDY_SCORE}: it was not written with this estimator")
         return samples.samples[GREEDY_SCORE], {}
 
-    def place(self, samples: BatchRef, plans: Mapping[str, StepPlan]) -> PlacedBatch:
+    def place(self, samples: HeldRows, plans: Mapping[str, StepPlan]) -> PlacedBatch:
         import ray
 
         from scalerl.cluster.batch import PlacedBatch
         from scalerl.trainer.ranks.roles import TOKENS
 
         role, plan = next(iter(plans.items()))
-        fragments = [ray.put(self.tokens.select(list(plan.rows(dp_rank)))) for dp_rank in range(plan.dp_size)]
-        return PlacedBatch(samples.samples, plans).with_column(TOKENS, role, fragments)
+        shards = [ray.put(self.tokens.select(list(plan.rows(dp_rank)))) for dp_rank in range(plan.dp_size)]
+        return PlacedBatch(samples.samples, plans).with_column(TOKENS, role, shards)
 
     def sync_weights(self, policy_version: int) -> dict[str, Metric]:
         return {}
@@ -247,7 +247,7 @@ class DumpedSamples:
     def release_device(self) -> None:
         """Does nothing: no server has the device."""
 
-    def drop(self, samples: BatchRef) -> None:
+    def drop(self, samples: HeldRows) -> None:
         """Keeps the samples, which go with the process."""
 
     def trained(self) -> None:

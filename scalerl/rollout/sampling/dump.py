@@ -21,48 +21,48 @@ from scalerl.batch.data_proto import DataProto, Jagged
 
 def update_columns(plan: StepPlan) -> dict[str, np.ndarray]:
     """Columns mini_batch, dp_rank and micro_batch [S]: where the actor's plan puts each sample."""
-    places = {
+    place_of = {
         row: (mini_batch, dp_rank, micro_batch)
         for dp_rank, mini_batches in enumerate(plan.micro_batches)
         for mini_batch, micro_batches in enumerate(mini_batches)
         for micro_batch, rows in enumerate(micro_batches)
         for row in rows
     }
-    columns = np.array([places[row] for row in sorted(places)]).T
+    columns = np.array([place_of[row] for row in sorted(place_of)]).T
     return dict(zip(("mini_batch", "dp_rank", "micro_batch"), columns, strict=True))
 
 
-def joined_fragments(rows: Sequence[np.ndarray], fragments: Sequence[DataProto]) -> dict[str, Jagged]:
-    """Joins the token columns of a part of a step's samples, in the batch's order. rows[i]: those of fragments[i]."""
-    pieces: dict[str, list[tuple[np.ndarray, DataProto]]] = {}
-    for fragment_rows, fragment in zip(rows, fragments, strict=True):
-        for name, column in fragment.tokens.items():
-            pieces.setdefault(name, []).append((fragment_rows, DataProto({name: column})))
+def joined_columns(rows: Sequence[np.ndarray], columns: Sequence[DataProto]) -> dict[str, Jagged]:
+    """Joins the token columns of some of a step's samples, in the batch's order. rows[i]: those of columns[i]."""
+    by_name: dict[str, list[tuple[np.ndarray, DataProto]]] = {}
+    for rows_of_columns, tokens in zip(rows, columns, strict=True):
+        for name, column in tokens.tokens.items():
+            by_name.setdefault(name, []).append((rows_of_columns, DataProto({name: column})))
     return {
-        name: DataProto.concat([fragment for _, fragment in parts])
-        .select(np.argsort(np.concatenate([fragment_rows for fragment_rows, _ in parts])).tolist())
+        name: DataProto.concat([column for _, column in held])
+        .select(np.argsort(np.concatenate([rows_of_column for rows_of_column, _ in held])).tolist())
         .tokens[name]
-        for name, parts in pieces.items()
+        for name, held in by_name.items()
     }
 
 
-def parts_of(num_rows: int, num_parts: int) -> list[range]:
-    """Divides rows, in order, into parts of about equal size; parts that would be empty are left out."""
-    bounds = [part * num_rows // num_parts for part in range(num_parts + 1)]
+def even_ranges(num_rows: int, most: int) -> list[range]:
+    """Divides rows, in order, into at most so many ranges of about equal size, none of them empty."""
+    bounds = [number * num_rows // most for number in range(most + 1)]
     return [range(start, end) for start, end in itertools.pairwise(bounds) if end > start]
 
 
 @contextmanager
-def parts_at(path: Path, num_parts: int) -> Iterator[list[Path]]:
-    """Yields where to write the parts of a dump, whose rows follow each other in the order of the names. When the block
-    ends `path` has them all: one part as a file, several as a directory, which readers of parquet also take."""
-    if num_parts == 1:
+def files_at(path: Path, num_files: int) -> Iterator[list[Path]]:
+    """Yields where to write the files of a dump, whose rows follow each other in the order of the names. When the block
+    ends `path` has them all: one as a file, several as a directory, which readers of parquet also take."""
+    if num_files == 1:
         yield [path]
         return
     partial = path.with_name(f"{path.name}.tmp")
     _remove(partial)
     partial.mkdir(parents=True)
-    yield [partial / f"part-{part:05d}.parquet" for part in range(num_parts)]
+    yield [partial / f"part-{number:05d}.parquet" for number in range(num_files)]
     # A killed run may have written a dump of this step.
     _remove(path)
     partial.replace(path)
@@ -106,7 +106,11 @@ def _on_sampled_tokens(values_S: np.ndarray, mask: Jagged) -> Jagged:
 
 
 def _lists(column: Jagged) -> pa.ListArray:
-    return pa.ListArray.from_arrays(pa.array(column.cu_seqlens.int().numpy()), pa.array(column.values.numpy()))
+    """A list of each row's values, which are lists themselves where the column has trailing dimensions."""
+    values = pa.array(column.values.flatten().numpy())
+    for size in reversed(column.values.shape[1:]):
+        values = pa.FixedSizeListArray.from_arrays(values, size)
+    return pa.ListArray.from_arrays(pa.array(column.cu_seqlens.int().numpy()), values)
 
 
 def _plain(column: np.ndarray) -> Any:

@@ -1,14 +1,15 @@
-"""`HeldBatches`: the samples that a rollout worker keeps for the trainer, and how their rows are dealt to ranks."""
+"""`HeldBatches`: the samples that a rollout worker keeps for the trainer, and the token columns that it hands out."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 
+from scalerl.batch.columns import POLICY_VERSIONS
 from scalerl.batch.data_proto import DataProto
 
-# Token columns that the trainer's passes read; the others are for dumps.
-TRAINED_COLUMNS = ("input_ids", "response_mask", "rollout_logprobs")
+# Token columns that no pass of the trainer reads.
+DUMPED_COLUMNS = {POLICY_VERSIONS.name}
 
 
 class HeldBatches:
@@ -24,34 +25,36 @@ class HeldBatches:
         self.batches[batch_id] = batch
         return batch_id
 
-    def cut(self, cuts: Sequence[tuple[int, Sequence[int]]], *, trained: bool = True) -> DataProto | list[DataProto]:
+    def select(
+        self, wanted: Sequence[tuple[int, Sequence[int]]], *, trained: bool = True
+    ) -> DataProto | list[DataProto]:
         """Selects rows of held batches; returns a DataProto of token columns for each (batch id, rows).
 
         trained: with the columns that ranks train on, else with all.
         """
         columns = self._trained_tokens if trained else self.all_tokens
-        return _one_each([columns(batch_id).select(rows) for batch_id, rows in cuts])
+        return _one_each([columns(batch_id).select(rows) for batch_id, rows in wanted])
 
-    def deal(self, ranks: Sequence[Sequence[int]], *parts: DataProto) -> DataProto | list[DataProto]:
-        """Reorders the rows that workers cut into a DataProto for each rank, or for each part of a dump.
+    def regroup(self, groups: Sequence[Sequence[int]], *columns: DataProto) -> DataProto | list[DataProto]:
+        """Regroups rows of token columns into a DataProto for each rank, group of ranks, or file of a dump.
 
-        parts: what workers cut, or ranks made.  ranks[i]: positions of its rows in the parts, one after another.
+        columns: what workers selected, or ranks made.  groups[i]: positions of its rows in the columns, joined.
         """
-        joined = DataProto.concat(list(parts))
-        return _one_each([joined.select(rows) for rows in ranks])
+        joined = DataProto.concat(list(columns))
+        return _one_each([joined.select(rows) for rows in groups])
 
     def _trained_tokens(self, batch_id: int) -> DataProto:
         tokens = self.batches[batch_id].tokens
-        return DataProto({name: tokens[name] for name in TRAINED_COLUMNS})
+        return DataProto({name: column for name, column in tokens.items() if name not in DUMPED_COLUMNS})
 
     def all_tokens(self, batch_id: int) -> DataProto:
-        """The token columns of a batch, those that are for dumps alone too."""
+        """The token columns of a batch, with those that are for dumps alone."""
         return DataProto(self.batches[batch_id].tokens)
 
-    def join(self, parts: Sequence[tuple[int, Sequence[int]]]) -> int:
-        """Joins parts (batch, rows of it), in order, into one batch and returns its id; the batches are dropped."""
-        joined = DataProto.concat([self.batches[batch_id].select(rows) for batch_id, rows in parts])
-        for batch_id, _ in parts:
+    def join(self, wanted: Sequence[tuple[int, Sequence[int]]]) -> int:
+        """Joins rows of several batches (batch id, rows), in order, into one and returns its id; drops the batches."""
+        joined = DataProto.concat([self.batches[batch_id].select(rows) for batch_id, rows in wanted])
+        for batch_id, _ in wanted:
             self.drop(batch_id)
         return self.hold(joined)
 

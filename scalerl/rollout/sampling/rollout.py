@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import ray
 
+from scalerl.algorithms import policy_loss_columns
 from scalerl.base.user_code import absolute
 from scalerl.batch import StepPlan
+from scalerl.batch.columns import COLUMNS
 from scalerl.cluster.ask import values_of
-from scalerl.cluster.batch import TOKENS, BatchRef, HeldRows, PlacedBatch
+from scalerl.cluster.batch import TOKENS, HeldRows, PlacedBatch
 from scalerl.cluster.failures import WorkerError
 from scalerl.cluster.pools import ActorSpec
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config.schema import CustomRewardFunctionConfig, PPOConfig, ProgramConfig
-from scalerl.rollout.sampling.dump import parts_at, parts_of, update_columns
+from scalerl.rollout.sampling.dump import even_ranges, files_at, update_columns
 from scalerl.rollout.sampling.groups import EarlyEnd, SampleGroup
 from scalerl.rollout.sampling.judge import JudgeServers
 from scalerl.rollout.sampling.policy_servers import PolicyServers
@@ -48,8 +50,8 @@ GENERATION_TIMEOUT = "actor_rollout_ref.rollout.generation_timeout_s"
 
 @dataclass(eq=False)
 class Generation:
-    """A generation in progress. calls: rollout worker -> the result of its groups.  result: of all workers, and where
-    its rows are; None before somebody has waited for it."""
+    """A generation in progress. calls: rollout worker -> the result of its groups.  result: of all workers, and its
+    rows; None before somebody has waited for it."""
 
     groups: list[SampleGroup]
     calls: dict[int, ray.ObjectRef]
@@ -60,7 +62,7 @@ class Generation:
 class Finished:
     """The result of a generation.  samples: of finished groups.  unfinished: groups that an early end left."""
 
-    samples: BatchRef
+    samples: HeldRows
     metrics: Metrics
     unfinished: list[SampleGroup]
 
@@ -95,7 +97,7 @@ class HybridRollout:
         nodes = [plan.nodes[0] for plan in plan_replicas(servers.pool, self.rollout)]
         shares = share_servers(len(nodes), self.rollout.num_workers or default_num_workers(len(nodes)))
         shared = {name: [ray.put(dataset)] for name, dataset in datasets.items()}
-        model = config.actor_rollout_ref.model
+        model, loss_mode = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.policy_loss.loss_mode
         # A tokenizer with code of its own cannot be sent: it is imported from its directory.
         policy_tokenizer = model.path if model.trust_remote_code else [ray.put(tokenizer)]
         processes = [
@@ -110,6 +112,7 @@ class HybridRollout:
                 program=_found_from_anywhere(self.rollout.program),
                 trust_remote_code=model.trust_remote_code,
                 user_files=absolute(config.trainer.import_files),
+                loss_columns=[name for name in policy_loss_columns(loss_mode) if name not in COLUMNS],
             )
             for mine in shares
         ]
@@ -138,7 +141,7 @@ class HybridRollout:
         )
         return self._begin("train", groups, config.n, sampling, keep=True, enough=enough, carry=carry)
 
-    def greedy_scores(self, samples: BatchRef) -> tuple[np.ndarray, Metrics]:
+    def greedy_scores(self, samples: HeldRows) -> tuple[np.ndarray, Metrics]:
         """The rewards [S] of one greedy response to each sample's prompt, NaN where that failed; none is kept."""
         prompts = dict(zip(samples.samples["uid"].tolist(), samples.samples["prompt_uid"].tolist(), strict=True))
         groups = [SampleGroup(prompt, *SampleGroup.step_and_position(uid)) for uid, prompt in prompts.items()]
@@ -151,7 +154,7 @@ class HybridRollout:
         reward_of = dict(zip(greedy["uid"].tolist(), rewards.tolist(), strict=True))
         return np.array([reward_of[uid] for uid in samples.samples["uid"].tolist()]), finished.metrics
 
-    def validate(self, *, step: int) -> tuple[BatchRef, Metrics]:
+    def validate(self, *, step: int) -> tuple[HeldRows, Metrics]:
         config = self.rollout.val_kwargs
         sampling = SamplingParams(
             self.config.data.max_response_length,
@@ -181,15 +184,15 @@ class HybridRollout:
 
     def finish(self, generation: Generation) -> Finished:
         generated, held = self._result(generation)
-        samples = generated.samples
+        samples = held.samples
         failed = samples["reward_failed"]
         self._say_why_failed(samples)
-        samples = samples | {"score": as_wrong(samples["score"], samples["data_source"], failed)}
+        held = held.with_samples(score=as_wrong(samples["score"], samples["data_source"], failed))
         metrics = {
             "timing_s/gen/reward_wait": Metric(generated.reward_wait_s, "max"),
             "reward/num_failed": Metric(float(failed.sum()), "sum"),
         }
-        return Finished(BatchRef(held, samples), metrics, generated.unfinished)
+        return Finished(held, metrics, generated.unfinished)
 
     def _say_why_failed(self, samples: Mapping[str, np.ndarray]) -> None:
         """Logs why the first failed sample has no score, where no earlier one had the same cause."""
@@ -220,9 +223,9 @@ class HybridRollout:
                 self.servers.mark_drained()
         return generation.result
 
-    def join(self, parts: Sequence[tuple[BatchRef, Sequence[int]]]) -> BatchRef:
+    def join(self, batches: Sequence[tuple[HeldRows, Sequence[int]]]) -> HeldRows:
         """Joins rows of several batches, in order, into one; the batches themselves are dropped."""
-        return self.workers.join(parts)
+        return self.workers.join(batches)
 
     def forget(self, groups: Sequence[SampleGroup]) -> None:
         """Drops the unfinished samples of interrupted groups that will not be asked for again."""
@@ -256,26 +259,26 @@ class HybridRollout:
             deadline += time.monotonic() - began
         return {worker: results[worker] for worker in calls}
 
-    def place(self, samples: BatchRef, plans: Mapping[str, StepPlan]) -> PlacedBatch:
-        """Cuts the samples by the first plan; for ranks of other plans the rollout workers deal the pieces anew."""
+    def place(self, samples: HeldRows, plans: Mapping[str, StepPlan]) -> PlacedBatch:
+        """Makes shards of the samples by the first plan; for ranks of other plans the rollout workers reshard them."""
         role, plan = next(iter(plans.items()))
-        batch = PlacedBatch(samples.samples, plans, deal=self.workers.redistribute)
-        return batch.with_column(TOKENS, role, self.workers.tokens(samples.held, plan))
+        batch = PlacedBatch(samples.samples, plans, reshard=self.workers.reshard)
+        return batch.with_column(TOKENS, role, self.workers.shards(samples, plan))
 
-    def drop(self, samples: BatchRef) -> None:
+    def drop(self, samples: HeldRows) -> None:
         self.workers.drop(samples)
 
-    def dump(self, samples: BatchRef, batch: PlacedBatch, path: Path) -> None:
+    def dump(self, samples: HeldRows, batch: PlacedBatch, path: Path) -> None:
         """Writes the samples as parquet, with the trainer's columns of `batch`, which holds the same rows. Each rollout
-        worker writes a part of the rows."""
+        worker writes a file with some of the rows."""
         made = [column for name, column in batch.columns.items() if name != TOKENS]
         columns = batch.samples | update_columns(batch.plans["actor"])
-        parts = parts_of(len(samples), self.workers.num_dump_parts)
-        with parts_at(path, len(parts)) as files:
-            self.workers.dump(samples.held, made, columns, dict(zip(files, parts, strict=True)))
+        ranges = even_ranges(len(samples), self.workers.num_dump_files)
+        with files_at(path, len(ranges)) as files:
+            self.workers.dump(samples, made, columns, dict(zip(files, ranges, strict=True)))
 
     def texts(
-        self, samples: BatchRef, rows: Sequence[int], dataset: str, *, with_special_tokens: bool
+        self, samples: HeldRows, rows: Sequence[int], dataset: str, *, with_special_tokens: bool
     ) -> list[tuple[str, str, str]]:
         return self.workers.texts(samples, rows, dataset, with_special_tokens)
 

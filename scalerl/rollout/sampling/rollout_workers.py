@@ -12,7 +12,7 @@ import numpy as np
 import ray
 
 from scalerl.cluster.ask import values_of
-from scalerl.cluster.batch import BatchRef, HeldRows, TokenColumn, places_by_label
+from scalerl.cluster.batch import HeldRows, TokenColumn, positions_by_label
 from scalerl.cluster.failures import WorkerError
 from scalerl.cluster.pools import PooledActor
 from scalerl.cluster.worker_group import LEAVE_TIMEOUT_S
@@ -28,14 +28,14 @@ T = TypeVar("T")
 
 # Servers per worker where rollout.num_workers is not set.
 SERVERS_PER_WORKER = 8
-# Data-parallel ranks whose tokens a worker cuts or puts together at a time: so many are in its memory twice. More where
-# there are more workers, since each of them makes an object of every so many ranks: these objects are a quarter of the
+# Data-parallel ranks whose tokens a worker selects or regroups at a time: so many are in its memory twice. More where
+# there are more workers, since each worker makes an object for every so many ranks: these objects are a quarter of the
 # ranks then, however many there are of both. With eight ranks for a server and SERVERS_PER_WORKER that is reached from
 # 4 workers and 256 ranks on, and always 16 workers put tokens together: 64 ranks each of 1,024, 256 of 4,096.
 RANKS_PER_CALL = 16
 RANKS_PER_CALL_AND_WORKER = 4
-# Parts of a dump: each worker makes an object of every part.
-MAX_DUMP_PARTS = 64
+# Files of a dump: each worker makes an object for every file.
+MAX_DUMP_FILES = 64
 
 
 def default_num_workers(num_servers: int) -> int:
@@ -127,177 +127,185 @@ class RolloutWorkers:
         mine = self.dealt(groups)
         self._ask("forget", [(worker, [group.uid for group in mine[worker]]) for worker in mine])
 
-    def join(self, parts: Sequence[tuple[BatchRef, Sequence[int]]]) -> BatchRef:
+    def join(self, batches: Sequence[tuple[HeldRows, Sequence[int]]]) -> HeldRows:
         """Joins rows of several batches, in order, into one; the batches themselves are dropped."""
         asked: dict[int, list[tuple[int, list[int]]]] = {}
         sizes: dict[int, int] = {}
         workers, rows, dropped = [], [], []
-        for part, wanted in parts:
+        for held, wanted in batches:
             worker_R, row_R = np.empty(len(wanted), np.int64), np.empty(len(wanted), np.int64)
-            unused = set(part.held.batches)
-            for piece in part.held.pieces(wanted):
-                asked.setdefault(piece.worker, []).append((piece.batch_id, piece.rows))
-                unused.discard((piece.worker, piece.batch_id))
-                first = sizes.get(piece.worker, 0)
-                sizes[piece.worker] = first + len(piece.rows)
-                worker_R[piece.places] = piece.worker
-                row_R[piece.places] = np.arange(first, first + len(piece.rows))
+            unused = set(held.batches)
+            for worker, batch_id, rows_of_batch, positions in held.by_batch(wanted):
+                asked.setdefault(worker, []).append((batch_id, rows_of_batch))
+                unused.discard((worker, batch_id))
+                first = sizes.get(worker, 0)
+                sizes[worker] = first + len(rows_of_batch)
+                worker_R[positions] = worker
+                row_R[positions] = np.arange(first, first + len(rows_of_batch))
             dropped += sorted(unused)
             workers.append(worker_R)
             rows.append(row_R)
         self._ask("drop", dropped)
-        joined = sorted(asked.items())
-        batches = tuple(zip((worker for worker, _ in joined), self._ask("join", joined), strict=True))
-        batch_of = {worker: index for index, (worker, _) in enumerate(batches)}
+        by_worker = sorted(asked.items())
+        joined = tuple(zip((worker for worker, _ in by_worker), self._ask("join", by_worker), strict=True))
+        batch_of = {worker: index for index, (worker, _) in enumerate(joined)}
         batch_S = np.array([batch_of[worker] for worker in np.concatenate(workers).tolist()], dtype=np.int64)
-        columns = {
-            name: np.concatenate([part.samples[name][list(wanted)] for part, wanted in parts])
-            for name in parts[0][0].samples
+        samples = {
+            name: np.concatenate([held.samples[name][list(wanted)] for held, wanted in batches])
+            for name in batches[0][0].samples
         }
-        return BatchRef(HeldRows(batches, batch_S, np.concatenate(rows)), columns)
+        return HeldRows(samples, joined, batch_S, np.concatenate(rows))
 
-    def tokens(self, held: HeldRows, plan: StepPlan) -> list[ray.ObjectRef]:
-        """References to the token columns of each data-parallel rank's rows, in the plan's order."""
-        ranks = [plan.rows(dp_rank) for dp_rank in range(plan.dp_size)]
+    def shards(self, held: HeldRows, plan: StepPlan) -> list[ray.ObjectRef]:
+        """References to the token columns of each data-parallel rank's rows, in the plan's order.
+
+        With several workers each selects its rows for a group of ranks, and one of them, another worker for each group,
+        regroups these rows by rank. So a rank gets one object, and neither calls nor references are as many as ranks
+        times workers.
+        """
+        rows_of = [plan.rows(dp_rank) for dp_rank in range(plan.dp_size)]
         if len(held.batches) == 1:
             ((worker, batch_id),) = held.batches
-            cuts = [(batch_id, held.row_S[list(rows)].tolist()) for rows in ranks]
-            return [ref for some in _split(cuts, RANKS_PER_CALL) for ref in self._cut(worker, some)]
-        chunks = _split(ranks, self._ranks_per_call)
-        return [ref for some in _split(chunks, len(self)) for ref in self._exchanged(held, some)]
+            wanted = [(batch_id, held.row_S[list(rows)].tolist()) for rows in rows_of]
+            return [ref for some in _split(wanted, RANKS_PER_CALL) for ref in self._select(worker, some)]
+        groups = _split(rows_of, self._ranks_per_call)
+        return [ref for some in _split(groups, len(self)) for ref in self._shards_of_groups(held, some)]
 
-    def _exchanged(self, held: HeldRows, chunks: Sequence[Sequence[Sequence[int]]]) -> list[ray.ObjectRef]:
-        """References to the token columns of the rows of each rank. chunks: [one for each worker at most][rank][row].
-
-        Each worker cuts its rows of a whole chunk, and one of them, another for each chunk, puts these together for its
-        ranks. So a rank gets one object, and neither calls nor references are as many as ranks times workers.
-        """
-        cuts: dict[int, list[tuple[int, list[int]]]] = {}
-        # Of each chunk: worker, which of its cuts, and the places of its rows in the chunk.
+    def _shards_of_groups(self, held: HeldRows, groups: Sequence[Sequence[Sequence[int]]]) -> list[ray.ObjectRef]:
+        """References to the token columns of each rank. groups: [at most one for each worker][rank] -> rows."""
+        wanted: dict[int, list[tuple[int, list[int]]]] = {}
+        # Of each group: worker, which of the objects that it makes, and the positions of its rows in the group.
         sources: list[list[tuple[int, int, list[int]]]] = []
-        for chunk in chunks:
+        for group in groups:
             sources.append([])
-            for piece in held.pieces([row for rows in chunk for row in rows]):
-                mine = cuts.setdefault(piece.worker, [])
-                sources[-1].append((piece.worker, len(mine), piece.places))
-                mine.append((piece.batch_id, piece.rows))
-        made = {worker: self._cut(worker, mine) for worker, mine in sorted(cuts.items())}
+            for worker, batch_id, rows, positions in held.by_batch([row for of_rank in group for row in of_rank]):
+                mine = wanted.setdefault(worker, [])
+                sources[-1].append((worker, len(mine), positions))
+                mine.append((batch_id, rows))
+        selected = {worker: self._select(worker, mine) for worker, mine in sorted(wanted.items())}
         refs = []
-        for number, (chunk, parts) in enumerate(zip(chunks, sources, strict=True)):
-            # Where the rows of the chunk are in the parts, one after another.
-            order = np.argsort(np.concatenate([places for _, _, places in parts]))
-            ends = np.cumsum([len(rows) for rows in chunk])
-            refs += self._deal(number, np.split(order, ends[:-1]), [made[worker][cut] for worker, cut, _ in parts])
+        for number, (group, of_group) in enumerate(zip(groups, sources, strict=True)):
+            # Where the rows of the group are in the selected objects, joined.
+            order = np.argsort(np.concatenate([positions for _, _, positions in of_group]))
+            ends = np.cumsum([len(rows) for rows in group])
+            objects = [selected[worker][index] for worker, index, _ in of_group]
+            refs += self._regroup(number, np.split(order, ends[:-1]), objects)
         return refs
 
     @property
     def _ranks_per_call(self) -> int:
         return max(RANKS_PER_CALL, RANKS_PER_CALL_AND_WORKER * len(self))
 
-    def _cut(self, worker: int, cuts: Sequence[tuple[int, list[int]]], *, trained: bool = True) -> list[ray.ObjectRef]:
-        cut = self.handles[worker].cut.options(num_returns=len(cuts)).remote(cuts, trained=trained)
-        return cut if len(cuts) > 1 else [cut]
+    def _select(
+        self, worker: int, wanted: Sequence[tuple[int, list[int]]], *, trained: bool = True
+    ) -> list[ray.ObjectRef]:
+        selected = self.handles[worker].select.options(num_returns=len(wanted)).remote(wanted, trained=trained)
+        return selected if len(wanted) > 1 else [selected]
 
-    def _deal(self, worker: int, orders: Sequence[np.ndarray], parts: Sequence[ray.ObjectRef]) -> list[ray.ObjectRef]:
-        options = self.handles[worker].deal.options(num_returns=len(orders))
-        dealt = options.remote([places.tolist() for places in orders], *parts)
-        return dealt if len(orders) > 1 else [dealt]
+    def _regroup(
+        self, worker: int, groups: Sequence[np.ndarray], columns: Sequence[ray.ObjectRef]
+    ) -> list[ray.ObjectRef]:
+        regroup = self.handles[worker].regroup.options(num_returns=len(groups))
+        made = regroup.remote([positions.tolist() for positions in groups], *columns)
+        return made if len(groups) > 1 else [made]
 
     def dump(
         self,
         held: HeldRows,
         made: Sequence[TokenColumn],
         samples: Mapping[str, np.ndarray],
-        parts: Mapping[Path, range],
+        files: Mapping[Path, range],
     ) -> None:
-        """Writes rows of a step's batch, as `RolloutWorker.dump`; each worker one part at most, and fetches no others.
+        """Writes rows of a step's batch, as `RolloutWorker.dump`; each worker at most one file, and fetches no others.
 
         made: token columns of the trainer.  samples: sample columns of the whole batch.
-        parts: file -> its rows, in their order; at most `num_dump_parts`.
+        files: file -> its rows, in their order; at most `num_dump_files`.
         """
-        ranges = list(parts.values())
-        # Of each part: (batch of its worker, rows of it, which rows of the step they are).
+        ranges = list(files.values())
+        # Of each file: (batch of its worker, rows of it, which rows of the step they are).
         own: list[list[tuple[int, list[int], np.ndarray]]] = [[] for _ in ranges]
-        # Of each part, what others have: (which rows of the step, reference to their token columns).
+        # Of each file, what others have: (which rows of the step, reference to their token columns).
         others: list[list[tuple[np.ndarray, ray.ObjectRef]]] = [[] for _ in ranges]
-        cuts: dict[int, list[tuple[int, list[int]]]] = {}
-        cut_for: dict[int, list[tuple[int, np.ndarray]]] = {}
-        for number, part in enumerate(ranges):
-            for piece in held.pieces(part):
-                step_rows = part.start + np.array(piece.places)
-                if piece.worker == number:
-                    own[number].append((piece.batch_id, piece.rows, step_rows))
+        wanted: dict[int, list[tuple[int, list[int]]]] = {}
+        wanted_for: dict[int, list[tuple[int, np.ndarray]]] = {}
+        for number, of_file in enumerate(ranges):
+            for worker, batch_id, rows, positions in held.by_batch(of_file):
+                step_rows = of_file.start + np.array(positions)
+                if worker == number:
+                    own[number].append((batch_id, rows, step_rows))
                 else:
-                    cuts.setdefault(piece.worker, []).append((piece.batch_id, piece.rows))
-                    cut_for.setdefault(piece.worker, []).append((number, step_rows))
-        for worker, mine in cuts.items():
-            for (number, step_rows), ref in zip(cut_for[worker], self._cut(worker, mine, trained=False), strict=True):
+                    wanted.setdefault(worker, []).append((batch_id, rows))
+                    wanted_for.setdefault(worker, []).append((number, step_rows))
+        for worker, mine in wanted.items():
+            selected = self._select(worker, mine, trained=False)
+            for (number, step_rows), ref in zip(wanted_for[worker], selected, strict=True):
                 others[number].append((step_rows, ref))
-        part_S = np.repeat(np.arange(len(ranges)), [len(part) for part in ranges])
+        file_S = np.repeat(np.arange(len(ranges)), [len(of_file) for of_file in ranges])
         for column in made:
-            for number, step_rows, ref in self._dealt_by(column, part_S, self._ranks_per_call):
+            for number, step_rows, ref in self._by_label(column, file_S, self._ranks_per_call):
                 others[number].append((step_rows, ref))
         calls = []
-        for number, (file, part) in enumerate(parts.items()):
-            columns = {name: column[part.start : part.stop] for name, column in samples.items()}
+        for number, (file, of_file) in enumerate(files.items()):
+            columns = {name: column[of_file.start : of_file.stop] for name, column in samples.items()}
             rows, refs = [rows for rows, _ in others[number]], [ref for _, ref in others[number]]
             calls.append(self.handles[number].dump.remote(str(file), columns, own[number], rows, *refs))
         self._values("dump", calls)
 
     @property
-    def num_dump_parts(self) -> int:
-        return min(len(self), MAX_DUMP_PARTS)
+    def num_dump_files(self) -> int:
+        return min(len(self), MAX_DUMP_FILES)
 
-    def redistribute(self, column: TokenColumn, plan: StepPlan) -> list[ray.ObjectRef]:
-        """Cuts a token column for the data-parallel ranks of another plan; returns a reference for each rank.
+    def reshard(self, column: TokenColumn, plan: StepPlan) -> list[ray.ObjectRef]:
+        """The shards of a token column under another plan: a reference for each of its data-parallel ranks.
 
-        A rank's rows are in the fragments of nearly all others. So workers deal the fragments to groups of ranks, and
-        then what each group gets to its ranks: each rank gets one object, and nobody a row that it does not need.
+        A rank's rows are in nearly all shards of the column. So workers regroup these shards for groups of ranks, and
+        then the rows of each group for its ranks: each rank gets one object, and nobody a row that it does not need.
         """
-        place_S, size = np.argsort(plan.rows_by_rank), self._ranks_per_call
+        position_S, size = np.argsort(plan.rows_by_rank), self._ranks_per_call
         firsts = list(range(0, plan.dp_size, size))
-        group_S = np.searchsorted([plan.starts[rank] for rank in firsts], place_S, side="right") - 1
+        group_S = np.searchsorted([plan.starts[rank] for rank in firsts], position_S, side="right") - 1
         # Of each group: (which rows of the step, reference to the column's values of them).
-        parts: list[list[tuple[np.ndarray, ray.ObjectRef]]] = [[] for _ in firsts]
-        for group, rows, ref in self._dealt_by(column, group_S, size):
-            parts[group].append((rows, ref))
+        of_groups: list[list[tuple[np.ndarray, ray.ObjectRef]]] = [[] for _ in firsts]
+        for group, rows, ref in self._by_label(column, group_S, size):
+            of_groups[group].append((rows, ref))
         refs = []
         for group, first in enumerate(firsts):
             starts = plan.starts[first : first + size + 1]
-            order = np.argsort(place_S[np.concatenate([rows for rows, _ in parts[group]])])
-            orders = np.split(order, [start - starts[0] for start in starts[1:-1]])
-            refs += self._deal(group % len(self), orders, [ref for _, ref in parts[group]])
+            order = np.argsort(position_S[np.concatenate([rows for rows, _ in of_groups[group]])])
+            by_rank = np.split(order, [start - starts[0] for start in starts[1:-1]])
+            refs += self._regroup(group % len(self), by_rank, [ref for _, ref in of_groups[group]])
         return refs
 
-    def _dealt_by(
+    def _by_label(
         self, column: TokenColumn, label_S: np.ndarray, ranks_per_call: int
     ) -> list[tuple[int, np.ndarray, ray.ObjectRef]]:
-        """Has workers cut a column by label: (label, rows of the step, reference to their values), several for a label.
+        """Has workers regroup a column by label: (label, rows of the step, reference to their values), several for a
+        label.
 
-        Each worker takes the fragments of some ranks, and makes one object of these for each label.
+        Each worker takes the shards of some ranks, and makes one object of these for each label.
         """
-        dealt = []
+        made = []
         for number, ranks in enumerate(_split(range(column.plan.dp_size), ranks_per_call)):
             rows = np.concatenate([column.plan.rows(dp_rank) for dp_rank in ranks])
-            places_of = places_by_label(label_S[rows])
-            fragments = [column.fragments[dp_rank] for dp_rank in ranks]
-            refs = self._deal(number % len(self), [places for _, places in places_of], fragments)
-            dealt += [(label, rows[places], ref) for (label, places), ref in zip(places_of, refs, strict=True)]
-        return dealt
+            by_label = positions_by_label(label_S[rows])
+            shards = [column.shards[dp_rank] for dp_rank in ranks]
+            refs = self._regroup(number % len(self), [positions for _, positions in by_label], shards)
+            made += [(label, rows[positions], ref) for (label, positions), ref in zip(by_label, refs, strict=True)]
+        return made
 
-    def drop(self, samples: BatchRef) -> None:
-        self._ask("drop", samples.held.batches)
+    def drop(self, samples: HeldRows) -> None:
+        self._ask("drop", samples.batches)
 
     def texts(
-        self, samples: BatchRef, rows: Sequence[int], dataset: str, with_special_tokens: bool
+        self, samples: HeldRows, rows: Sequence[int], dataset: str, with_special_tokens: bool
     ) -> list[tuple[str, str, str]]:
         """The texts of these rows, as `RolloutWorker.texts`."""
-        pieces = samples.held.pieces(rows)
-        asked = [(piece.worker, piece.batch_id, piece.rows, dataset, with_special_tokens) for piece in pieces]
+        batches = samples.by_batch(rows)
+        asked = [(worker, batch_id, mine, dataset, with_special_tokens) for worker, batch_id, mine, _ in batches]
         text_of: dict[int, tuple[str, str, str]] = {}
-        for piece, texts in zip(pieces, self._ask("texts", asked), strict=True):
-            text_of |= dict(zip(piece.places, texts, strict=True))
-        return [text_of[place] for place in range(len(text_of))]
+        for (*_, positions), texts in zip(batches, self._ask("texts", asked), strict=True):
+            text_of |= dict(zip(positions, texts, strict=True))
+        return [text_of[position] for position in range(len(text_of))]
 
     # --- calls ---
 
@@ -324,33 +332,37 @@ class RolloutWorkers:
 
 
 def _split(items: Sequence[T], size: int) -> list[Sequence[T]]:
-    """The items in pieces of that size, the last one perhaps smaller."""
+    """The items in groups of that size, the last one perhaps smaller."""
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def merged(groups: Sequence[SampleGroup], made: Mapping[int, GeneratedBatch]) -> tuple[GeneratedBatch, HeldRows]:
-    """Merges the workers' parts of a generation, with rows in the order of the groups. made: worker -> its part."""
+    """Merges the workers' results of a generation, with rows in the order of the groups. made: worker -> its result.
+
+    Returns the numbers of the whole generation, without samples, and its rows.
+    """
     workers, position_of = list(made), {group.uid: position for position, group in enumerate(groups)}
-    # A part without a finished group has columns of no type.
+    # A result without a finished group has columns of no type.
     filled = [worker for worker in workers if len(made[worker].samples["uid"])] or workers[:1]
     columns = [made[worker].samples for worker in filled]
     sizes = [len(column["uid"]) for column in columns]
     # All batches are named, so that all are dropped.
-    batches = tuple((worker, part.batch_id) for worker, part in made.items())
+    batches = tuple((worker, result.batch_id) for worker, result in made.items())
     batch_S = np.repeat([workers.index(worker) for worker in filled], sizes)
-    held, samples = HeldRows(batches, batch_S, np.concatenate([np.arange(size) for size in sizes])), columns[0]
+    row_S, samples = np.concatenate([np.arange(size) for size in sizes]), columns[0]
     if len(columns) > 1:
         samples = {name: np.concatenate([column[name] for column in columns]) for name in columns[0]}
         order = np.argsort([position_of[uid] for uid in samples["uid"].tolist()], kind="stable")
-        samples, held = {name: column[order] for name, column in samples.items()}, held.select(order.tolist())
-    unfinished = [group for part in made.values() for group in part.unfinished]
+        samples = {name: column[order] for name, column in samples.items()}
+        batch_S, row_S = batch_S[order], row_S[order]
+    unfinished = [group for result in made.values() for group in result.unfinished]
     whole = replace(
         made[workers[0]],
-        samples=samples,
-        gen_s=max(part.gen_s for part in made.values()),
-        reward_wait_s=max(part.reward_wait_s for part in made.values()),
-        num_resubmitted=sum(part.num_resubmitted for part in made.values()),
-        missing=[server for part in made.values() for server in part.missing],
+        samples={},
+        gen_s=max(result.gen_s for result in made.values()),
+        reward_wait_s=max(result.reward_wait_s for result in made.values()),
+        num_resubmitted=sum(result.num_resubmitted for result in made.values()),
+        missing=[server for result in made.values() for server in result.missing],
         unfinished=sorted(unfinished, key=lambda group: position_of[group.uid]),
     )
-    return whole, held
+    return whole, HeldRows(samples, batches, batch_S, row_S)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GeneratedBatch:
-    """The part of a generated batch that the controller sees.
+    """What the controller gets of a generation from one rollout worker.
 
     samples: column -> [S], of finished groups.  gen_s, reward_wait_s: seconds.
     num_resubmitted: samples that were asked again because of their server.  missing: servers that were lost and have no
@@ -73,12 +73,14 @@ class RolloutWorker(HeldBatches, Reusable):
         program: ProgramConfig,
         trust_remote_code: bool,
         user_files: Sequence[str] = (),
+        loss_columns: Sequence[str] = (),
     ) -> None:
         """Loads the tokenizer and the reward functions; servers come with `connect`.
 
         datasets: `train` and `val` -> [reference to an RLHFDataset] (in a list, so that Ray does not copy it).
         tokenizer: its directory, or [reference to it], which saves the import of all that could be in a directory.
         user_files: register what the configuration names.
+        loss_columns: names of the numbers of a training sample that the policy loss needs (`numbers_of`).
         """
         import ray
 
@@ -96,7 +98,7 @@ class RolloutWorker(HeldBatches, Reusable):
         import_files(user_files)
         self.rewards = build_reward_manager(reward, custom_reward)
         self.program = load_program(program)
-        self.model_scores = reward.enable
+        self.model_scores, self.loss_columns = reward.enable, loss_columns
         self._judge = Judge(reward.judge, reward.on_error) if reward.judge.enable else None
         self._replacements: Replacements | None = None
         # Generations that run.
@@ -212,7 +214,7 @@ class RolloutWorker(HeldBatches, Reusable):
     ) -> GeneratedBatch:
         """Makes n samples for each group, scored as they finish; an interrupted group continues where it was.
 
-        keep: hold the tokens for `cut` until `drop`.
+        keep: hold the tokens for `select` until `drop`.
         enough: ends the generation early, counted over all workers that have a part of it.  generation: its number,
         the same for all of them.  carry: groups that are unfinished then may be asked for again; else their tokens
         are given up.
@@ -264,6 +266,7 @@ class RolloutWorker(HeldBatches, Reusable):
             [prompts[sample.uid] for sample, _ in rows],
             [result for _, result in rows],
             seeds=[self._seed(sample.uid, sample.sample_index) for sample, _ in rows],
+            more=self.loss_columns if dataset == "train" else (),
         )
         batch_id = self.hold(batch) if keep else next(self.batch_ids)
         unfinished = [group for group in groups if group.uid not in results]
@@ -355,11 +358,11 @@ class RolloutWorker(HeldBatches, Reusable):
         own: (batch of this worker, rows of it, which rows of the step they are).  made[i]: token columns of rows[i],
         the trainer's or those that other workers have.
         """
-        from scalerl.rollout.sampling.dump import joined_fragments, write_dump
+        from scalerl.rollout.sampling.dump import joined_columns, write_dump
 
         def write() -> None:
             held = [self.all_tokens(batch_id).select(batch_rows) for batch_id, batch_rows, _ in own]
-            tokens = joined_fragments([*(step_rows for _, _, step_rows in own), *rows], [*held, *made])
+            tokens = joined_columns([*(step_rows for _, _, step_rows in own), *rows], [*held, *made])
             texts = decoded(self.tokenizer, tokens["input_ids"], samples["prompt_length"])
             write_dump(Path(path), tokens, samples, texts)
 

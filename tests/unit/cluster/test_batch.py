@@ -6,11 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from scalerl.batch import StepPlan, plan_step
-from scalerl.cluster.batch import BatchRef, HeldRows, PlacedBatch, ShardedBatch, places_by_label
+from scalerl.cluster.batch import HeldRows, PlacedBatch, ShardedBatch, positions_by_label
 from scalerl.trainer.ranks.roles import loss_totals
 
 PROMPT_LENGTHS = np.array([4, 4, 7, 7, 3, 3, 5, 5])
@@ -38,8 +36,8 @@ def plan() -> StepPlan:
     )
 
 
-def test_batch_ref_counts_tokens() -> None:
-    batch = BatchRef(5, samples())
+def test_held_rows_count_tokens() -> None:
+    batch = HeldRows(samples())
     assert len(batch) == 8
     assert batch.num_tokens_S.tolist() == [13, 5, 7, 13, 15, 5, 13, 13]
 
@@ -65,7 +63,7 @@ class Counted(np.ndarray):
 
 
 @pytest.mark.parametrize("dp_size", [2, 4, 8])
-def test_the_ranks_parts_of_a_column_are_made_by_one_pass(dp_size: int) -> None:
+def test_the_shards_of_a_column_are_made_by_one_pass(dp_size: int) -> None:
     plan = plan_step([1] * 64, dp_size=dp_size, mini_batches=[range(64)], max_tokens_per_micro_batch=20)
     batch, Counted.picked = ShardedBatch(plan, {"uid": np.arange(64).view(Counted)}), 0
     shards = [batch.shard_samples(dp_rank)["uid"].tolist() for dp_rank in range(dp_size)]
@@ -76,10 +74,9 @@ def test_the_ranks_parts_of_a_column_are_made_by_one_pass(dp_size: int) -> None:
 def test_rows_are_found_in_the_batches_that_have_them() -> None:
     """One worker has two batches, and one batch none of the rows."""
     batch_S = np.array([2, 0, 2, 3, 0, 2])
-    held = HeldRows(((0, 7), (0, 8), (1, 7), (2, 9)), batch_S, np.array([0, 0, 1, 0, 1, 2]))
-    pieces = [(piece.worker, piece.batch_id, piece.rows, piece.places) for piece in held.pieces([5, 1, 3, 0, 4])]
-    assert pieces == [(0, 7, [0, 1], [1, 4]), (1, 7, [2, 0], [0, 3]), (2, 9, [0], [2])]
-    assert held.pieces([]) == [] and places_by_label(np.array([], np.int64)) == []
+    held = HeldRows({}, ((0, 7), (0, 8), (1, 7), (2, 9)), batch_S, np.array([0, 0, 1, 0, 1, 2]))
+    assert held.by_batch([5, 1, 3, 0, 4]) == [(0, 7, [0, 1], [1, 4]), (1, 7, [2, 0], [0, 3]), (2, 9, [0], [2])]
+    assert held.by_batch([]) == [] and positions_by_label(np.array([], np.int64)) == []
 
 
 def test_sample_columns_of_the_ranks_are_put_in_the_batchs_order(plan: StepPlan) -> None:
@@ -94,10 +91,9 @@ def test_sample_columns_of_the_ranks_are_put_in_the_batchs_order(plan: StepPlan)
 def test_columns_are_added_and_named(plan: StepPlan) -> None:
     first = PlacedBatch(samples(), {"actor": plan}).with_column("tokens", "actor", ["ids 0", "ids 1"])
     second = first.with_column("old", "actor", ["old 0", "old 1"])
-    assert [part.fragments for part in second.shards("actor", "old", "tokens").parts(1)] == [("old 1",), ("ids 1",)]
-    assert all(part.order is None for part in second.shards("actor", "tokens").parts(0))
+    assert second.shards("actor", "old", "tokens").columns == (("old 0", "old 1"), ("ids 0", "ids 1"))
     assert list(first.columns) == ["tokens"], "the batch before was changed"
-    with pytest.raises(AssertionError, match="1 fragments, 2 ranks"):
+    with pytest.raises(AssertionError, match="1 shards, 2 ranks"):
         first.with_column("old", "actor", ["old 0"])
     with pytest.raises(KeyError, match="the batch has no values for actor; it has"):
         second.shards("actor", "values")
@@ -110,35 +106,6 @@ def test_samples_are_added(plan: StepPlan) -> None:
         float(row) for row in plan.rows(1)
     ]
     assert "advantages" not in first.samples
-
-
-@given(
-    lengths=st.lists(st.integers(1, 20), min_size=8, max_size=24),
-    # Two samples fit together: else an odd number of them could not be dealt out evenly.
-    made=st.tuples(st.integers(1, 4), st.integers(40, 80)),
-    wanted=st.tuples(st.integers(1, 4), st.integers(40, 80)),
-)
-@settings(max_examples=60)
-def test_a_column_of_another_plan_is_put_together(
-    lengths: list[int], made: tuple[int, int], wanted: tuple[int, int]
-) -> None:
-    """Each rank gets its own rows in its own order, from no more fragments than have them."""
-
-    def plan_on(dp_size: int, max_tokens_per_micro_batch: int) -> StepPlan:
-        rows = [range(len(lengths))]
-        return plan_step(
-            lengths, dp_size=dp_size, mini_batches=rows, max_tokens_per_micro_batch=max_tokens_per_micro_batch
-        )
-
-    source, plan = plan_on(*made), plan_on(*wanted)
-    fragments = [list(source.rows(rank)) for rank in range(source.dp_size)]
-    batch = PlacedBatch({}, {"actor": source, "critic": plan}).with_column("rows", "actor", fragments)
-    for rank in range(plan.dp_size):
-        (part,) = batch.shards("critic", "rows").parts(rank)
-        joined = [row for fragment in part.fragments for row in fragment]
-        ordered_rows = joined if part.order is None else [joined[at] for at in part.order]
-        assert ordered_rows == list(plan.rows(rank))
-        assert all(set(fragment) & set(ordered_rows) for fragment in part.fragments)
 
 
 def test_loss_totals_are_of_the_whole_mini_batch(plan: StepPlan) -> None:
@@ -156,21 +123,3 @@ def test_loss_totals_do_not_depend_on_the_layout() -> None:
     ]
     totals = [loss_totals(plan, samples()["response_length"]) for plan in plans]
     assert all(plan_totals == totals[0] for plan_totals in totals)
-
-
-@pytest.mark.parametrize("dp_sizes", [(2, 4), (4, 2), (1, 4), (4, 1)])
-def test_a_column_of_another_plan_is_put_together_by_position(dp_sizes: tuple[int, int]) -> None:
-    """Against a search of each row in the fragments, one by one."""
-    lengths = np.array([5, 9, 3, 7, 8, 2, 6, 4, 11, 1, 10, 12])
-    made_under, wanted = (
-        plan_step(lengths, dp_size=dp_size, mini_batches=[range(12)], max_tokens_per_micro_batch=26)
-        for dp_size in dp_sizes
-    )
-    column = PlacedBatch({}, {"a": made_under}).with_column(
-        "x", "a", [list(made_under.rows(rank)) for rank in range(dp_sizes[0])]
-    )
-    for rank in range(dp_sizes[1]):
-        (part,) = ShardedBatch(wanted, {}, (column.columns["x"],)).parts(rank)
-        held = [row for fragment in part.fragments for row in fragment]
-        assert part.order is not None and [held[at] for at in part.order] == list(wanted.rows(rank))
-        assert len(part.fragments) == len({tuple(f) for f in part.fragments if set(f) & set(wanted.rows(rank))})

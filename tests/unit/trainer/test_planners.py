@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from scalerl.batch import Alignment
-from scalerl.cluster.batch import BatchRef
+from scalerl.cluster.batch import HeldRows
 from scalerl.config import PPOConfig, compose
 from scalerl.models import ModelShape
 from scalerl.trainer.build import REPORT_S, collective_timeout_s, make_planners, start_order
@@ -29,7 +29,7 @@ from tests.tiny_models import make_tiny_model
 def test_a_sample_over_the_micro_batch_of_a_role(tmp_path: Path, role: str, keys: str) -> None:
     planner = planners_of(tmp_path)[role]
     columns = {"uid": [0, 1], "prompt_uid": [0, 1], "prompt_length": [8, 2], "response_length": [32, 2]}
-    samples = BatchRef(0, {name: np.array(values) for name, values in columns.items()})
+    samples = HeldRows({name: np.array(values) for name, values in columns.items()})
     with pytest.raises(ValueError, match=rf"set {keys} to at least 40"):
         planner.plan(samples)
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scalerl.cluster.batch import BatchRef
+from scalerl.cluster.batch import HeldRows
 from scalerl.config import PPOConfig
 from scalerl.data import PromptCursor
 from scalerl.rollout.sampling.groups import EarlyEnd, SampleGroup, kept_uids
@@ -62,14 +62,14 @@ class Servers:
         }
         batch_id = len(self.batches)
         self.batches[batch_id] = samples
-        return Finished(BatchRef(batch_id, samples), {}, unfinished)
+        return Finished(HeldRows(samples), {}, unfinished)
 
-    def join(self, parts: list[tuple[BatchRef, list[int]]]) -> BatchRef:
+    def join(self, batches: list[tuple[HeldRows, list[int]]]) -> HeldRows:
         columns = {
-            name: np.concatenate([part.samples[name][list(rows)] for part, rows in parts])
-            for name in parts[0][0].samples
+            name: np.concatenate([held.samples[name][list(rows)] for held, rows in batches])
+            for name in batches[0][0].samples
         }
-        return BatchRef(-1, columns)
+        return HeldRows(columns)
 
     def forget(self, groups: list[SampleGroup]) -> None:
         for group in groups:

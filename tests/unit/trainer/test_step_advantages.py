@@ -9,7 +9,7 @@ import pytest
 
 from scalerl.algorithms import KLController, adv_estimator_names, get_adv_estimator
 from scalerl.batch import plan_step
-from scalerl.cluster.batch import BatchRef, PlacedBatch
+from scalerl.cluster.batch import HeldRows, PlacedBatch
 from scalerl.config.schema import AlgorithmConfig, KLControlConfig
 from scalerl.tracking.metrics import Metric, to_floats
 from scalerl.tracking.metrics.failed_samples import as_wrong
@@ -142,10 +142,10 @@ def test_raw_and_shaped_scores_are_two_values() -> None:
 
 def test_a_greedy_response_that_failed_is_no_baseline() -> None:
     class Greedy:
-        def greedy_scores(self, samples: BatchRef) -> tuple[np.ndarray, dict[str, Metric]]:
+        def greedy_scores(self, samples: HeldRows) -> tuple[np.ndarray, dict[str, Metric]]:
             return np.array([-1.0, -1.0, np.nan, np.nan]), {}
 
     samples = with_failed([1.0, -1.0, 1.0, None], [0, 0, 1, 1], penalties=[0.0, 0.0, -0.5, 0.0]).samples
-    made, metrics = add_greedy_baseline(Greedy(), BatchRef(None, samples))
+    made, metrics = add_greedy_baseline(Greedy(), HeldRows(samples))
     assert made.samples["baseline_score"].tolist() == [-1.0, -1.0, 0.5, -1.0]
     assert to_floats(metrics) == {"critic/baseline_score/mean": -1.0}

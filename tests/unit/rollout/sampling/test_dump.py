@@ -13,7 +13,7 @@ import torch
 
 from scalerl.batch import StepPlan
 from scalerl.batch.data_proto import Jagged
-from scalerl.rollout.sampling.dump import parts_at, parts_of, update_columns, write_dump
+from scalerl.rollout.sampling.dump import even_ranges, files_at, update_columns, write_dump
 
 LENGTHS = [3, 2, 4, 1]
 # [dp_rank][mini_batch][micro_batch]: two ranks and mini-batches; one rank with all of it.
@@ -66,19 +66,19 @@ def test_parts_are_read_as_one_dump_with_its_rows_in_order(tmp_path: Path) -> No
     path = tmp_path / "step_1.parquet"
     scores = np.arange(40.0)
     for num_parts in (12, 1, 3, 3):
-        parts = parts_of(40, num_parts)
+        parts = even_ranges(40, num_parts)
         assert [row for part in parts for row in part] == list(range(40))
-        with parts_at(path, len(parts)) as files:
+        with files_at(path, len(parts)) as files:
             for part, file in zip(parts, files, strict=True):
                 texts = [("p", f"r{row}") for row in part]
                 write_dump(file, {}, {"score": scores[part.start : part.stop]}, texts)
         assert path.is_dir() == (num_parts > 1)
         assert pq.read_table(path)["score"].to_pylist() == scores.tolist()
-    with pytest.raises(KeyError), parts_at(path, 2) as files:
+    with pytest.raises(KeyError), files_at(path, 2) as files:
         write_dump(files[0], {}, {"score": -scores}, [("p", "r")] * 40)
         raise KeyError
     assert pq.read_table(path)["score"].to_pylist() == scores.tolist()
-    assert parts_of(2, 3) == [range(0, 1), range(1, 2)]
+    assert even_ranges(2, 3) == [range(0, 1), range(1, 2)]
 
 
 def test_a_dump_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:

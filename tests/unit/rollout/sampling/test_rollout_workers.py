@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 
 from scalerl.batch import StepPlan, plan_step
 from scalerl.batch.data_proto import DataProto, Jagged
-from scalerl.cluster.batch import BatchRef, HeldRows, PlacedBatch, TokenColumn
-from scalerl.rollout.sampling.dump import parts_of
+from scalerl.cluster.batch import HeldRows, PlacedBatch, TokenColumn
+from scalerl.rollout.sampling.dump import even_ranges
 from scalerl.rollout.sampling.early_ends import EarlyEndCount
 from scalerl.rollout.sampling.groups import EarlyEnd, SampleGroup
-from scalerl.rollout.sampling.held_batches import TRAINED_COLUMNS
+from scalerl.rollout.sampling.held_batches import DUMPED_COLUMNS
 from scalerl.rollout.sampling.rollout_workers import (
-    MAX_DUMP_PARTS,
+    MAX_DUMP_FILES,
     RANKS_PER_CALL,
     RolloutWorkers,
     default_num_workers,
@@ -127,15 +127,14 @@ def test_any_number_of_workers_gives_the_rows_of_one(
     rounds = [(groups, set(data.draw(st.sets(st.sampled_from([g.uid for g in groups]))))) for groups in (first, second)]
     outcomes = []
     for num_workers in {1, data.draw(st.integers(1, num_servers)), num_servers}:
-        workers, parts, seen = Here(num_servers, num_workers), [], []
+        workers, batches, seen = Here(num_servers, num_workers), [], []
         for number, (groups, finished) in enumerate(rounds):
             generated, held = workers.generate(groups, finished, number)
-            part = BatchRef(held, generated.samples)
-            assert workers.texts(part, range(len(part)), "train", True) == generated.samples["name"].tolist()
-            assert len(part) == 0 or part.samples["uid"].dtype == np.int64
-            seen.append((generated.samples["name"].tolist(), generated.unfinished))
-            parts.append((part, [row for row in range(len(part)) if row % 3]))
-        joined = workers.join(parts)
+            assert workers.texts(held, range(len(held)), "train", True) == held.samples["name"].tolist()
+            assert len(held) == 0 or held.samples["uid"].dtype == np.int64
+            seen.append((held.samples["name"].tolist(), generated.unfinished))
+            batches.append((held, [row for row in range(len(held)) if row % 3]))
+        joined = workers.join(batches)
         names = joined.samples["name"].tolist()
         assert workers.texts(joined, range(len(joined)), "train", True) == names
         assert sum(len(rows) for worker in workers.handles for rows in worker.batches.values()) == len(names)
@@ -148,11 +147,10 @@ def test_any_number_of_workers_gives_the_rows_of_one(
 def test_workers_are_asked_side_by_side() -> None:
     """Each call of all four is made before one is waited for."""
     workers, groups = Here(8, 4), [SampleGroup(uid, 5, position) for position, uid in enumerate(range(100, 116))]
-    first, held = workers.generate(groups, {group.uid for group in groups}, 1)
-    second, also_held = workers.generate(groups, {group.uid for group in groups}, 2)
+    _, first = workers.generate(groups, {group.uid for group in groups}, 1)
+    _, second = workers.generate(groups, {group.uid for group in groups}, 2)
     # Rows of the second round from one worker alone: the batches of the others go.
-    parts = [(BatchRef(held, first.samples), range(32)), (BatchRef(also_held, second.samples), [0, 1])]
-    joined = workers.join(parts)
+    joined = workers.join([(first, range(32)), (second, [0, 1])])
     workers.texts(joined, range(34), "train", True)
     workers.drop(joined)
     workers.forget(groups)
@@ -169,6 +167,9 @@ def test_workers_are_asked_side_by_side() -> None:
     ]
 
 
+TRAINED_COLUMNS = ("input_ids", "response_mask", "rollout_logprobs")
+
+
 class Holder:
     """Of a worker: its own methods that hand tokens out, called at once. calls: how often they were; returned: objects
     that they returned; fetched: rows of other processes' objects among their arguments."""
@@ -178,7 +179,7 @@ class Holder:
         self.worker.batches = {}
         self.worker.tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
         self.calls, self.returned, self.fetched = Counter[str](), Counter[str](), Counter[str]()
-        self.cut, self.deal, self.dump = (self._method(name) for name in ("cut", "deal", "dump"))
+        self.select, self.regroup, self.dump = (self._method(name) for name in ("select", "regroup", "dump"))
 
     def _method(self, name: str) -> SimpleNamespace:
         def remote(*args: Any, **kwargs: Any) -> Any:
@@ -197,7 +198,7 @@ class Holder:
 def ids(rows: Sequence[int]) -> DataProto:
     """Token columns of the step's rows: row 3 has three tokens 3."""
     column = Jagged.from_list([torch.full((row,), row) for row in rows], torch.int64)
-    return DataProto(dict.fromkeys((*TRAINED_COLUMNS, "policy_versions"), column))
+    return DataProto(dict.fromkeys((*TRAINED_COLUMNS, *DUMPED_COLUMNS), column))
 
 
 @settings(deadline=None)
@@ -215,11 +216,11 @@ def test_a_ranks_rows_come_from_whoever_holds_them(num_workers: int, dp_size: in
         workers.handles[worker].worker.batches[batch_id] = ids(rows)
     order = data.draw(st.permutations(range(num_rows)))
     plan = StepPlan(tuple(((tuple(order[rank::dp_size]),),) for rank in range(dp_size)), (1,))
-    fragments = workers.tokens(HeldRows(tuple(batches), batch_S, row_S), plan)
-    assert len(fragments) == dp_size
-    for dp_rank, fragment in enumerate(fragments):
-        assert list(fragment.tokens) == list(TRAINED_COLUMNS)
-        assert [row.tolist() for row in fragment.tokens["input_ids"]] == [[row] * row for row in plan.rows(dp_rank)]
+    shards = workers.shards(HeldRows({}, tuple(batches), batch_S, row_S), plan)
+    assert len(shards) == dp_size
+    for dp_rank, shard in enumerate(shards):
+        assert list(shard.tokens) == list(TRAINED_COLUMNS)
+        assert [row.tolist() for row in shard.tokens["input_ids"]] == [[row] * row for row in plan.rows(dp_rank)]
 
 
 def holders(num_workers: int, num_rows: int) -> tuple[Here, HeldRows]:
@@ -230,7 +231,7 @@ def holders(num_workers: int, num_rows: int) -> tuple[Here, HeldRows]:
     for worker, handle in enumerate(workers.handles):
         handle.worker.batches[0] = ids([1 + row % 5 for row in row_S[worker::num_workers].tolist()])
     batches = tuple((worker, 0) for worker in range(num_workers))
-    return workers, HeldRows(batches, row_S % num_workers, row_S // num_workers)
+    return workers, HeldRows({}, batches, row_S % num_workers, row_S // num_workers)
 
 
 def plan_of(dp_size: int, num_rows: int) -> StepPlan:
@@ -238,39 +239,41 @@ def plan_of(dp_size: int, num_rows: int) -> StepPlan:
     return StepPlan(tuple(((tuple(range(rank, num_rows, dp_size)),),) for rank in range(dp_size)), (1,))
 
 
-@pytest.mark.parametrize(("num_workers", "cuts", "deals"), [(1, [13], [0]), (4, [4] * 4, [4, 3, 3, 3])])
-def test_calls_for_tokens_do_not_grow_with_the_workers(num_workers: int, cuts: list[int], deals: list[int]) -> None:
+@pytest.mark.parametrize(("num_workers", "selects", "regroups"), [(1, [13], [0]), (4, [4] * 4, [4, 3, 3, 3])])
+def test_calls_for_tokens_do_not_grow_with_the_workers(
+    num_workers: int, selects: list[int], regroups: list[int]
+) -> None:
     """200 ranks with two rows each, 16 ranks at a time."""
     dp_size = 12 * RANKS_PER_CALL + 8
     workers, held = holders(num_workers, 2 * dp_size)
-    assert len(workers.tokens(held, plan_of(dp_size, 2 * dp_size))) == dp_size
-    assert [handle.calls["cut"] for handle in workers.handles] == cuts
-    assert [handle.calls["deal"] for handle in workers.handles] == deals
+    assert len(workers.shards(held, plan_of(dp_size, 2 * dp_size))) == dp_size
+    assert [handle.calls["select"] for handle in workers.handles] == selects
+    assert [handle.calls["regroup"] for handle in workers.handles] == regroups
 
 
-def returned_for_tokens(num_workers: int, dp_size: int) -> Counter[str]:
+def returned_for_shards(num_workers: int, dp_size: int) -> Counter[str]:
     """The objects that all workers return where each has two rows of any part of a batch, by method."""
     workers, held = holders(num_workers, 2 * dp_size)
-    assert len(workers.tokens(held, plan_of(dp_size, 2 * dp_size))) == dp_size
+    assert len(workers.shards(held, plan_of(dp_size, 2 * dp_size))) == dp_size
     return sum((handle.returned for handle in workers.handles), Counter[str]())
 
 
 @pytest.mark.parametrize(("num_workers", "dp_size"), [(4, 256), (16, 256), (64, 256), (40, 100)])
 def test_references_do_not_grow_with_ranks_times_workers(num_workers: int, dp_size: int) -> None:
-    """The workers cut no more pieces than a quarter of the ranks (and one each); each rank gets one object."""
-    returned = returned_for_tokens(num_workers, dp_size)
-    assert returned["cut"] <= dp_size / 4 + num_workers
-    assert returned["deal"] == dp_size
+    """The workers select no more objects than a quarter of the ranks (and one each); each rank gets one object."""
+    returned = returned_for_shards(num_workers, dp_size)
+    assert returned["select"] <= dp_size / 4 + num_workers
+    assert returned["regroup"] == dp_size
 
 
 def test_references_of_a_rank_do_not_grow_with_a_run() -> None:
-    """A worker for every 64 ranks, as a run has: 4, 16 and 32 of them hold as many pieces for each rank."""
+    """A worker for every 64 ranks, as a run has: 4, 16 and 32 of them select as many objects for each rank."""
     sizes = [256, 1024, 2048]
     assert [default_num_workers(dp_size // 8) for dp_size in sizes] == [4, 16, 32]
-    assert [returned_for_tokens(dp_size // 64, dp_size)["cut"] / dp_size for dp_size in sizes] == [0.25] * 3
+    assert [returned_for_shards(dp_size // 64, dp_size)["select"] / dp_size for dp_size in sizes] == [0.25] * 3
 
 
-def fragments_of(name: str, plan: StepPlan, lengths: Sequence[int]) -> TokenColumn:
+def column_of(name: str, plan: StepPlan, lengths: Sequence[int]) -> TokenColumn:
     """A column whose tokens are the number of their row and a half."""
     ranks = [
         DataProto({name: Jagged.from_list([[row + 0.5] * lengths[row] for row in plan.rows(rank)], torch.float32)})
@@ -282,29 +285,27 @@ def fragments_of(name: str, plan: StepPlan, lengths: Sequence[int]) -> TokenColu
 @pytest.mark.parametrize(
     ("num_workers", "made_by", "wanted_by"), [(1, 2, 3), (1, 40, 20), (3, 40, 7), (3, 7, 40), (20, 64, 32)]
 )
-def test_a_column_is_dealt_to_the_ranks_of_another_plan(num_workers: int, made_by: int, wanted_by: int) -> None:
-    """Of each rank's fragment nobody fetches more than its rows, twice, however many ranks have them."""
+def test_a_column_is_resharded_for_another_plan(num_workers: int, made_by: int, wanted_by: int) -> None:
+    """Of each shard nobody fetches more than its rows, twice, however many ranks have them."""
     num_rows = 3 * made_by * wanted_by
     lengths = [1 + row % 4 for row in range(num_rows)]
     workers, plan = Here(num_workers, num_workers), plan_of(wanted_by, num_rows)
     workers.handles = [Holder() for _ in range(num_workers)]
     made = plan_step(lengths, dp_size=made_by, mini_batches=[range(num_rows)], max_tokens_per_micro_batch=16)
-    batch = PlacedBatch({}, {"actor": made, "critic": plan}, {}, deal=workers.redistribute)
-    batch = replace(batch, columns={"values": fragments_of("values", made, lengths)})
+    batch = PlacedBatch({}, {"actor": made, "critic": plan}, {}, reshard=workers.reshard)
+    batch = replace(batch, columns={"values": column_of("values", made, lengths)})
     shards = batch.shards("critic", "values")
     for rank in range(wanted_by):
-        (part,) = shards.parts(rank)
-        (fragment,) = part.fragments
-        assert part.order is None
-        assert [row.tolist() for row in fragment.tokens["values"]] == [
+        (column,) = shards.columns
+        assert [row.tolist() for row in column[rank].tokens["values"]] == [
             [row + 0.5] * lengths[row] for row in plan.rows(rank)
         ]
-    assert sum(handle.fetched["deal"] for handle in workers.handles) == 2 * num_rows
-    calls = [handle.calls["deal"] for handle in workers.handles]
+    assert sum(handle.fetched["regroup"] for handle in workers.handles) == 2 * num_rows
+    calls = [handle.calls["regroup"] for handle in workers.handles]
     # A second pass of the role has the same objects, and the ranks that made the column are not asked anew.
-    assert batch.shards("critic", "values").parts(0) == shards.parts(0)
-    assert batch.shards("actor", "values").parts(0)[0].fragments == (batch.columns["values"].fragments[0],)
-    assert [handle.calls["deal"] for handle in workers.handles] == calls
+    assert batch.shards("critic", "values").columns == shards.columns
+    assert batch.shards("actor", "values").columns == (batch.columns["values"].shards,)
+    assert [handle.calls["regroup"] for handle in workers.handles] == calls
 
 
 @pytest.mark.parametrize("dp_size", [64, 256])
@@ -312,36 +313,36 @@ def test_references_of_another_plan_are_few(dp_size: int) -> None:
     workers, num_rows = Here(8, 8), 4 * dp_size
     workers.handles = [Holder() for _ in range(8)]
     made, wanted = plan_of(dp_size, num_rows), plan_of(dp_size // 2, num_rows)
-    assert len(workers.redistribute(fragments_of("x", made, [1] * num_rows), wanted)) == dp_size // 2
-    pieces = (dp_size // RANKS_PER_CALL) * (dp_size // 2 // RANKS_PER_CALL)
-    assert sum(handle.returned["deal"] for handle in workers.handles) <= pieces + dp_size // 2 <= dp_size
+    assert len(workers.reshard(column_of("x", made, [1] * num_rows), wanted)) == dp_size // 2
+    between = (dp_size // RANKS_PER_CALL) * (dp_size // 2 // RANKS_PER_CALL)
+    assert sum(handle.returned["regroup"] for handle in workers.handles) <= between + dp_size // 2 <= dp_size
 
 
 @pytest.mark.parametrize(("num_workers", "dp_size", "num_rows"), [(1, 2, 6), (3, 2, 10), (4, 70, 210), (5, 3, 4)])
-def test_a_worker_fetches_the_rows_of_its_part_of_a_dump(
+def test_a_worker_fetches_the_rows_of_its_file_of_a_dump(
     tmp_path: Path, num_workers: int, dp_size: int, num_rows: int
 ) -> None:
-    """Of a column of the trainer each row goes once to a worker that deals, and once to the one that writes it."""
+    """Of a column of the trainer each row goes once to a worker that regroups, and once to the one that writes it."""
     workers, held = holders(num_workers, num_rows)
     lengths = [1 + row % 5 for row in range(num_rows)]
     # The second column was made by fewer ranks, under another plan.
     plans = {"old_logprobs": plan_of(dp_size, num_rows), "values": plan_of(1, num_rows)}
-    columns = [fragments_of(name, plan, lengths) for name, plan in plans.items()]
-    parts = parts_of(num_rows, workers.num_dump_parts)
-    files = [tmp_path / f"part-{number}.parquet" for number in range(len(parts))]
+    columns = [column_of(name, plan, lengths) for name, plan in plans.items()]
+    ranges = even_ranges(num_rows, workers.num_dump_files)
+    files = [tmp_path / f"part-{number}.parquet" for number in range(len(ranges))]
     samples = {"prompt_length": np.ones(num_rows, np.int64), "uid": np.arange(num_rows)}
-    workers.dump(held, columns, samples, dict(zip(files, parts, strict=True)))
+    workers.dump(held, columns, samples, dict(zip(files, ranges, strict=True)))
     written = [row for file in files for row in pq.read_table(file).to_pylist()]
     assert [row["uid"] for row in written] == list(range(num_rows))
     for row, length in zip(written, lengths, strict=True):
         assert row["input_ids"] == row["policy_versions"] == [length] * length
         assert row["old_logprobs"] == row["values"] == [row["uid"] + 0.5] * length
         assert row["prompt"] == str(length)
-    assert sum(handle.fetched["deal"] for handle in workers.handles) == len(columns) * num_rows
-    for number, (handle, part) in enumerate(zip(workers.handles, parts, strict=False)):
-        of_others = sum(row % num_workers != number for row in part)
-        assert handle.fetched["dump"] == len(columns) * len(part) + of_others
-    assert [waited for waited in workers.waits if waited[0] == "dump"] == [("dump", len(parts))]
+    assert sum(handle.fetched["regroup"] for handle in workers.handles) == len(columns) * num_rows
+    for number, (handle, rows) in enumerate(zip(workers.handles, ranges, strict=False)):
+        of_others = sum(row % num_workers != number for row in rows)
+        assert handle.fetched["dump"] == len(columns) * len(rows) + of_others
+    assert [waited for waited in workers.waits if waited[0] == "dump"] == [("dump", len(ranges))]
 
 
 @pytest.mark.parametrize(("num_workers", "dp_size"), [(4, 256), (16, 256), (80, 256)])
@@ -353,12 +354,12 @@ def test_references_of_a_dump_do_not_grow_with_ranks_times_workers(
     ranks = [
         DataProto({"x": ids([1 + row % 5 for row in plan.rows(rank)]).tokens["input_ids"]}) for rank in range(dp_size)
     ]
-    parts = parts_of(2 * dp_size, workers.num_dump_parts)
-    files = {tmp_path / str(number): part for number, part in enumerate(parts)}
+    ranges = even_ranges(2 * dp_size, workers.num_dump_files)
+    files = {tmp_path / str(number): rows for number, rows in enumerate(ranges)}
     workers.dump(held, [TokenColumn(plan, tuple(ranks))], {"prompt_length": np.ones(2 * dp_size, np.int64)}, files)
     returned = [handle.returned for handle in workers.handles]
-    assert sum(count["deal"] for count in returned) <= dp_size + len(parts)
-    assert all(count["cut"] <= min(num_workers, MAX_DUMP_PARTS) for count in returned)
+    assert sum(count["regroup"] for count in returned) <= dp_size + len(ranges)
+    assert all(count["select"] <= min(num_workers, MAX_DUMP_FILES) for count in returned)
 
 
 def test_a_group_comes_to_the_same_worker_again_and_all_have_their_share() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from scalerl.batch import StepPlan
 from scalerl.cluster.batch import TOKENS, PlacedBatch, ShardedBatch
-from scalerl.cluster.dispatch import Collected
+from scalerl.cluster.dispatch import Collected, Future, registration_of
 from scalerl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, PolicyLossConfig
 from scalerl.trainer.ranks.roles import (
     MegatronActor,
@@ -27,10 +27,11 @@ class Ranks:
     def __init__(self) -> None:
         self.got: list[set[str]] = []
 
-    def call(self, method: Any, shards: ShardedBatch, **kwargs: Any) -> Collected:
+    def call(self, method: Any, shards: ShardedBatch, **kwargs: Any) -> Any:
         self.got.append(set(shards.shard_samples(0)))
         samples = {name: np.zeros(4) for name in ("scores", "reward_kl")}
-        return Collected({}, samples, ["of rank 0", "of rank 1"])
+        collected = Collected({}, samples, ["of rank 0", "of rank 1"])
+        return collected if registration_of(method).blocking else Future(lambda: collected)
 
 
 @pytest.fixture
