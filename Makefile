@@ -1,4 +1,4 @@
-# make quickstart | check | test | test-all | lint | types | format | clean        (make help says what each does)
+# make quickstart | check | test | test-all | lint | types | format | docs | clean        (make help says what each does)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.scalerl-installed
@@ -35,7 +35,7 @@ MAIN := -m "not full"
 QUICK := --hypothesis-profile=quick
 
 .DEFAULT_GOAL := help
-.PHONY: help torch setup quickstart setup-gpu quickstart-gpu gpu check test test-all lint types format clean
+.PHONY: help torch setup quickstart setup-gpu quickstart-gpu gpu check test test-all lint types format docs clean
 .PHONY: unit types-beside unit-beside services
 
 help: ## this list
@@ -153,6 +153,19 @@ format: setup ## ruff: fix and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The site needs packages that nothing else needs: they have an environment of their own.
+DOCS_VENV := .venv-docs
+
+$(DOCS_VENV)/.scalerl-installed: requirements/docs.txt
+	$(or $(PYTHON),python3) -m venv --clear $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install -q --no-deps -r requirements/docs.txt
+	@touch $@
+
+docs: $(DOCS_VENV)/.scalerl-installed ## the pages, the figures and the API as a site: outputs/site
+	$(DOCS_VENV)/bin/python docs/make_figures.py
+	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(DOCS_VENV)/bin/python -m mkdocs build --strict --quiet
+	@echo "docs: outputs/site/index.html"
+
 clean: ## remove .venv, caches and outputs/
-	rm -rf $(VENV) $(GPU_VENV) outputs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(GPU_VENV) $(DOCS_VENV) outputs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -28,7 +28,7 @@ PROGRAMS = (
     *("docker", "apptainer", "sbatch", "srun", "tail"),
 )
 # Programs that are named in the text alone.
-NAMED_PROGRAMS = ("kill", "ray", "scancel", "scontrol", "sinfo", "uv", "quickstart.py")
+NAMED_PROGRAMS = ("kill", "ray", "scancel", "scontrol", "sinfo", "quickstart.py")
 # Words of a shell that a block may begin with.
 SHELL_WORDS = ("for",)
 # Output, pictures and other languages are labelled (```text).

@@ -2,7 +2,7 @@
 
 Each exists, its keys and options do, its files fit together. Blocks go to a real shell, whose programs write down what
 they were given; commands in the text and in comments are read word by word. Then each runs here, or, where that takes a
-GPU, a cluster or an hour, everything of it is checked that can be checked without (`NOT_RUN`).
+GPU, a cluster or an hour, everything of it is checked that can be checked without (`HOW`).
 """
 
 from __future__ import annotations
@@ -63,45 +63,6 @@ from tests.unit.merge.test_merge import joined_tensors, write_checkpoint
 
 # The blocks of these pages have a test that runs them with the files they need.
 OTHER_TESTS = {"docs/data.md": "tests/unit/data/test_data_page.py", "docs/extending.md": "tests/e2e/test_extending.py"}
-# What is not run here -> what is done instead, and where it runs; None: nowhere.
-NOT_RUN = {
-    "scalerl train": ("takes ranks and servers: --dry-run", "tests/e2e/test_own_run.py"),
-    "scalerl sft": ("takes ranks: --dry-run", "tests/e2e/test_sft.py"),
-    "scalerl generate": ("takes servers: --dry-run", "tests/e2e/test_generation.py"),
-    "scalerl data gsm8k --local openai/gsm8k": ("asks a hub: its options", "tests/unit/data/test_hub_sets.py"),
-    "scalerl serve": ("takes half a minute: its options", "tests/sglang/test_serve.py"),
-    "scalerl chat": ("takes half a minute: its options", "tests/e2e/test_own_run.py"),
-    "scalerl launch": ("takes a Slurm: up to the first question to it", "tests/slurm/test_launch.py"),
-    "scalerl verify-resume": ("trains: up to the first run", "tests/e2e/test_verify.py"),
-    "scalerl replay": ("trains: up to the dump, which is not there", "tests/e2e/test_verify.py"),
-    "scalerl merge --backend fsdp": ("shards take ranks to write: its options", "tests/dist/test_fsdp_merge.py"),
-    "scalerl doctor --imports": (
-        "half a minute of processor time: its options",
-        "tests/unit/commands/doctor/test_doctor.py",
-    ),
-    "python benchmarks/": ("minutes to hours: options and keys", "tests/e2e/test_benchmarks.py"),
-    "python examples/arithmetic/quickstart.py": ("minutes: its options", "tests/e2e/test_quickstart.py"),
-    "python docs/make_screenshot.py": ("takes a browser: up to the output that it reads", None),
-    "python requirements/lock.py": ("asks a package index: the file is there", None),
-    "python -m pytest": ("takes a GPU: the files are there", "tests/gpu/conftest.py"),
-    "python -m scalerl.": ("programs of a run: they are there, with their options", "tests/e2e/test_own_run.py"),
-    "python -m venv": ("the next command of its line enters what it makes", None),
-    "pip": ("asks a package index: files, extras and names", "tests/unit/test_gpu_lock.py"),
-    "make": ("minutes to hours: make -n, and the names of variables", "tests/unit/test_setup.py"),
-    "mlflow": ("serves until it is stopped: its options", "tests/e2e/test_mlflow_server.py"),
-    "nsys": ("takes a GPU: the command in it", None),
-    "docker": ("takes an hour and a registry: recipe, and the command in it", "tests/unit/test_container.py"),
-    "apptainer": ("takes an hour and a registry: recipe, and the command in it", "tests/unit/test_container.py"),
-    "sbatch": ("takes a Slurm: the script and the command that it runs", "tests/slurm/test_ray_job.py"),
-    "srun": ("takes a Slurm", "tests/slurm/test_launch.py"),
-    "scancel": ("takes a Slurm", "tests/slurm/test_two_node_run.py"),
-    "scontrol": ("takes a Slurm", "tests/slurm/test_two_node_run.py"),
-    "sinfo": ("takes a Slurm", None),
-    "tail": ("follows a file of a job", None),
-    "ray": ("looks into the cluster of a run", None),
-    "kill": ("sends a run a signal", "tests/e2e/test_kill_and_resume.py"),
-    "uv": ("another way to start any of the commands", None),
-}
 # Packages that the project does not declare: of one page's subject each.
 OTHER_PACKAGES = ("s3fs", "py-spy", "playwright", "trl", "flash-attn", "transformer-engine")
 # Options of other programs, or that another program is given by ours.
@@ -510,7 +471,7 @@ HOW: dict[str, Callable[[list[str]], None]] = {
     "make": dry_make,
     "mlflow": parse_mlflow,
     "sbatch": check_script_and_command,
-    **dict.fromkeys(("srun", "tail", "scancel", "scontrol", "sinfo", "ray", "kill", "uv"), not_run),
+    **dict.fromkeys(("srun", "tail", "scancel", "scontrol", "sinfo", "ray", "kill"), not_run),
 }
 # Models and files of their commands are nobody's.
 OF_OTHER_MODELS = re.compile(r"docs/(from-verl|models)\.md|configs/.*")
@@ -617,27 +578,6 @@ def own_options() -> frozenset[str]:
     ]
     options = {option for path in sources for option in re.findall(r'"(--[a-z][\w-]*)[="]', path.read_text("utf-8"))}
     return frozenset(options | set(re.findall(r"--\w+", help_of(("merge", "split")))))
-
-
-@pytest.mark.parametrize("name", NOT_RUN)
-def test_what_is_not_run_here_runs_where_the_table_says(name: str) -> None:
-    _, where = NOT_RUN[name]
-    assert where is None or (ROOT / where).is_file()
-    assert re.search(rf"\b{re.escape(name)}", shown()), f"no page shows {name}"
-
-
-@cache
-def shown() -> str:
-    """All commands, a line each."""
-    all_words = [words for page in PAGES for words in commands_in_text(page)]
-    all_words += [words for source in SOURCES for words in commands_in_comments(source)]
-    return "\n".join([*map(" ".join, all_words), *(block for page in PAGES for block in blocks(page))])
-
-
-def test_what_is_not_run_here_is_in_the_table() -> None:
-    checked = {name for name, how in HOW.items() if how not in (run, run_data)}
-    # Most of theirs run; the table has the others by their first words.
-    assert checked - NOT_RUN.keys() == {"python", "python3", "quickstart.py", "scalerl merge", "scalerl doctor"}
 
 
 def test_what_no_program_reads_is_labelled() -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +61,6 @@ def test_turns_and_observations_are_one_sequence() -> None:
 
 
 def test_a_prompt_is_the_row_with_the_schemas_of_its_functions(tmp_path: Path) -> None:
-    """And has every field that the page names."""
-    page = (Path(__file__).parents[3] / "docs" / "extending.md").read_text(encoding="utf-8")
-    named = re.findall(r"`(\w+)`", next(line for line in page.splitlines() if line.startswith("| `prompt` | the row:")))
-    assert "tools" in named and set(named[1:]) <= {field.name for field in fields(PromptRow)}
-
     async def with_the_rows_functions(prompt: Any, servers: Servers, tools: Tools) -> Any:
         trajectory = await with_a_tool(prompt, servers, tools)
         trajectory.extra = {"functions": [tool["function"]["name"] for tool in prompt.tools]}

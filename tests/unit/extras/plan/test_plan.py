@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import re
 import subprocess
 import sys
 from functools import cache
@@ -26,7 +25,7 @@ from scalerl.extras.plan.seconds import has_logprob_pass, predicted_seconds
 from scalerl.models import ModelShape
 from scalerl.parallel.layout import Layout
 from tests.hub_mirror import Hub
-from tests.model_configs import MODELS, model_directory, read_config
+from tests.model_configs import model_directory, read_config
 
 EIGHT = ("trainer.n_gpus_per_node=8", "actor_rollout_ref.rollout.n=8")
 MEGATRON = "actor_rollout_ref.actor.megatron"
@@ -36,7 +35,6 @@ OFFLOADED = [
     for megatron in (MEGATRON, "critic.megatron")
     for part in ("param", "grad", "optimizer")
 ]
-MODELS_PAGE = MODELS.parents[1] / "docs" / "models.md"
 H100 = device_memory_bytes("h100")
 
 
@@ -276,22 +274,6 @@ def test_plan_of_a_model_on_the_hub_fetches_its_config_alone(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     assert "parameters: 0.60 billion" in done.stdout
     assert not any(path.endswith(".safetensors") for _, path, _ in hub.requests)
-
-
-def test_plan_of_the_page_has_the_numbers_of_its_table(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """docs/models.md shows a command, and below it what it prints."""
-    monkeypatch.chdir(MODELS_PAGE.parents[1])
-    page = MODELS_PAGE.read_text(encoding="utf-8")
-    (arguments,) = re.findall(r"^`scalerl plan (.*)`\.$", page, re.MULTILINE)
-    name = Path(arguments.split()[0]).stem
-    (row,) = re.findall(rf"^\| `{name}` \| (.*) \|$", page, re.MULTILINE)
-    _, _, peak, _, tokens, _, seconds = row.split(" | ")
-    assert main(arguments.split()) == 0
-    shown = capsys.readouterr().out
-    for text in (f" {peak} GiB\n", f"KV cache: {tokens.replace(',', '')} tokens", f"a step on H100s: {seconds} s"):
-        assert text in shown
 
 
 def test_sft_has_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
