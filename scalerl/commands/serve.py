@@ -155,7 +155,7 @@ def _launch(arguments: argparse.Namespace) -> Launch:
         str(model),
         config,
         device,
-        # An answer without a limit of its own goes on to the end of the server's context.
+        # An answer whose request has no limit may fill the server's context.
         context - ENGINE.prompt_slack,
         host=arguments.host,
         port=arguments.port,

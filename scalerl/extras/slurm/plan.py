@@ -85,7 +85,7 @@ class Plan:
 
 
 def needs_name(needs: Sequence[str]) -> str:
-    """The name of a file of needed paths: attempts of an earlier job of the run still read that of their own."""
+    """The name of a file of needed paths: attempts of an earlier job of the run still read the file of that job."""
     return f"needs-{hashlib.sha256(_lines(needs).encode()).hexdigest()[:8]}.txt"
 
 

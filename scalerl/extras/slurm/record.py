@@ -17,7 +17,7 @@ class SubmittedJob:
     """The last job of a run that was submitted.
 
     submitted_at: ISO time, with the zone.  earlier: jobs of the run that were not over when this one was submitted.
-    seeds: of an array, whose runs have records of their own.
+    seeds: of an array; each of its runs has another record.
     """
 
     job_id: str
