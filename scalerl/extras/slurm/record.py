@@ -46,3 +46,8 @@ def read_record(run_dir: Path) -> SubmittedJob | None:
         return SubmittedJob(**fields | {"earlier": [SubmittedJob(**each) for each in fields.get("earlier", [])]})
     except (ValueError, TypeError) as error:
         raise UserError(f"{path}: not a record of a launched job ({error}); remove it") from None
+
+
+def seed_dir(run_dir: Path, seed: int | str) -> str:
+    """The directory of the run that a job array makes with a seed."""
+    return str(run_dir / f"seed_{seed}")
