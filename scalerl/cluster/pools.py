@@ -60,13 +60,13 @@ def ray_cluster(*, num_workers: int, device: str, log_dir: Path | None = None) -
     }
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # A Python process for each core, which no actor ever takes: each has an environment of its own.
+    # A Python process for each core, which no actor ever takes: each actor has another environment.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # Ray's own is 15: behind any other program of the machine a rank would have a thirtieth of a core, and with it all
     # ranks that wait for that one.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_agent_register_timeout_ms", str(REGISTER_MS))
-    # The first rank's error is raised with its cause; Ray would print a stack for every other rank's beside it.
+    # The first rank's error is raised with its cause; Ray would also print a stack for every other rank.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     address, parent = os.environ.get("RAY_ADDRESS") or None, sessions_parent()
     logs_to = None if address or log_dir is None else log_dir.absolute() / "ray"

@@ -104,7 +104,7 @@ class Processes:
 def leased(
     processes: Processes | None, *, num_workers: int, device: str, log_dir: Path | None = None
 ) -> Iterator[Lease]:
-    """Yields the `Lease` of one run on `processes`; None: on processes of its own, which end with the block.
+    """Yields the `Lease` of one run on `processes`; None: on new processes, which end with the block.
 
     num_workers, device, log_dir: as `Processes.start`.
     """

@@ -73,7 +73,7 @@ def _ending_with_raylet(argument: str) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody has. Each process of the machine looks from a place of its own on: two may start at once.
+    """Free ports. Each process of the machine looks from another first port on, because two may start at once.
 
     Raises RuntimeError where there are not as many.
     """

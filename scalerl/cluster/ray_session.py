@@ -202,7 +202,7 @@ def _not_joined(error: Exception, address: str) -> str:
         f"the Ray cluster at RAY_ADDRESS = {address} was not joined from {socket.gethostname()}: {_reason(error)}\n"
         "It has ended, its head is too busy, or this machine does not reach it. `ray status --address "
         f"{address}` asks it. Its logs are on its machines, in /tmp/ray/session_latest/logs where it was told nothing "
-        "else. Without RAY_ADDRESS the run starts a Ray of its own."
+        "else. Without RAY_ADDRESS the run starts Ray itself."
     )
 
 

@@ -1,1 +1,1 @@
-"""The commands beside training: `scalerl init`, `data`, `generate`, `eval`, `serve`, `chat` and `doctor`."""
+"""The commands other than training: `scalerl init`, `data`, `generate`, `eval`, `serve`, `chat` and `doctor`."""

@@ -1,4 +1,4 @@
-"""Storage of a generation's finished parts beside its output, from which a run that was killed continues."""
+"""Storage of a generation's finished parts next to its output; a killed run continues from them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Fingerprint = dict[str, Any]
 
 
 class GenerationError(UserError):
-    """Raised for an output, or parts beside it, that do not belong to this run."""
+    """Raised for an output, or parts next to it, that do not belong to this run."""
 
 
 def fingerprint(cfg: GenerationConfig, inputs: Sequence[DataFile]) -> Fingerprint:
@@ -120,7 +120,7 @@ class Parts:
             unfinished.replace(path)
         elif different := _differences(json.loads(path.read_text(encoding="utf-8")), self.wanted):
             raise GenerationError(
-                f"{self.directory} has responses of other settings: {different}; give those to go on with them, give "
+                f"{self.directory} has responses of other settings: {different}; give those settings to continue, give "
                 "another data.output_path, or delete the directory"
             )
 

@@ -135,7 +135,7 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, host: RunHost) -> Iterator[Run]:
         # Trackers open in background threads: one that cannot be opened ends the run here, not after the first step.
         tracker.wait_started()
         say_how_to_open(tracker)
-        # For code of the user's own in this process; scalerl's draws from generators of its own.
+        # For the user's code in this process; scalerl draws from other generators.
         seed_generators(cfg.data.seed)
         if resumed.directory is not None:
             load(run, resumed)
@@ -248,7 +248,7 @@ def open_tracker(
         run_dir=run_dir,
         mlflow_tracking_uri=trainer.mlflow_tracking_uri,
         run_id=run_id,
-        # A run that was lost before its first checkpoint goes on in its MLflow run, too.
+        # A run that was lost before its first checkpoint continues its MLflow run, too.
         continue_unfinished=trainer.resume_mode == "auto" and not is_val_only(cfg),
         total_steps=total_steps,
         resumed_from=resumed.step,

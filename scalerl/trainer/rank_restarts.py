@@ -55,17 +55,17 @@ def seconds_left(now: float | None = None) -> float | None:
 class RankRestarts:
     """The restarts of a run in its process: whether there is one after an error, and from which checkpoint.
 
-    A restart and a new job lose the same work, as both go on from the newest checkpoint; a new job also waits for its
+    A restart and a new job lose the same work, as both resume from the newest checkpoint; a new job also waits for its
     nodes and starts everything anew. So a restart is the cheaper one wherever the job has the time for it.
     """
 
     def __init__(
         self, trainer: RunConfig, stop: StopRequest, resumed: Resumed, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Begins with no restart.  resumed: where the first start goes on from."""
+        """Begins with no restart.  resumed: the state from which the first start continues."""
         self._trainer, self._stop, self._clock = trainer, stop, clock
         self.num_restarts = 0
-        # Where the start in progress, or the one that comes next, goes on from.
+        # The state from which the start in progress, or the next one, continues.
         self.resumed = resumed
         # Of the run that was ready last; None without mlflow.
         self.mlflow_run_id: str | None = None

@@ -19,7 +19,7 @@ from scalerl.config.schema.trainer import AUTO_NAME
 
 _KEY = "trainer.experiment_name"
 _TIME = "%Y%m%d-%H%M%S"
-# Keys of `trainer` that change what is learned. The others may be another: a run goes on with more steps or devices.
+# Keys of `trainer` that change what is learned. Other keys may change: a run continues with more steps or devices.
 _LEARNING = ("trainer.critic_warmup", "trainer.max_staleness", "trainer.custom_fit.")
 _MAX_PART = 40
 
@@ -27,8 +27,8 @@ _MAX_PART = 40
 def named(kind: Literal["ppo", "sft"], overrides: Sequence[str]) -> tuple[Composed, list[str]]:
     """Composes the configuration of a run that has a name, without the rules between keys.
 
-    Returns it and the overrides that it needs beside the user's: the name, where trainer.experiment_name is auto. It is
-    that of the newest run with the same keys, if there is one. Raises ConfigError.
+    Returns it and the override that it needs in addition to the user's: the name, where trainer.experiment_name is
+    auto. It is the name of the newest run with the same keys, if there is one. Raises ConfigError.
     """
     composition = composed(kind, overrides, rules=False)
     if composition.config.trainer.experiment_name != AUTO_NAME:

@@ -157,10 +157,10 @@ def check_transformer_engine(timeout_s: float = 180.0) -> Finding:
 
 
 def try_flash_attention(*impls: str, head_sizes: Collection[int] = ()) -> dict[str, Refusal | None]:
-    """Takes up implementations of FlashAttention as a rank would, each in a process of its own; why one cannot be had.
+    """Takes up implementations of FlashAttention as a rank would, each in a process; returns why one is refused.
 
-    A process each, so that one that crashes takes no other with it.  head_sizes: on a GPU, those of the models, of
-    which each has to compute what torch's own does.
+    A process that crashes ends no other.  head_sizes: on a GPU, of the models; each implementation must compute the
+    same as torch's own with them.
     """
     with ThreadPoolExecutor() as pool:
         return dict(zip(impls, pool.map(partial(_try_flash_attention, head_sizes), impls), strict=True))

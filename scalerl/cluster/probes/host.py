@@ -29,7 +29,7 @@ MIN_LOCKED_GIB = 1.0
 COMMAND_TIMEOUT_S = 60.0
 # Errors of the driver before this belong to another job.
 XID_SINCE = "1 hour ago"
-# Errors that a program makes, or the end of its processes: an exception of a kernel of its own, a wrong address, a
+# Errors that a program makes, or the end of its processes: an exception of the program's kernel, a wrong address, a
 # stopped channel, what is cleaned up after it. They say nothing of the device.
 # https://docs.nvidia.com/deploy/xid-errors/index.html
 APPLICATION_XIDS = frozenset({13, 31, 43, 45})

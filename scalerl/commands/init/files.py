@@ -41,11 +41,6 @@ def make_files(directory: Path, model: Path, hidden_size: int, machine: Machine)
     }
 
 
-def sample_prompts() -> list[list[dict]]:
-    """The messages of each row that `make_files` writes."""
-    return [row["prompt"] for rows in _rows() for row in rows]
-
-
 def _rows() -> tuple[list[dict], list[dict]]:
     """Different sums, written as the quickstart's model knows them; any other model understands them too."""
     sums = [(a, b) for a in range(10, 100) for b in range(3, 10)]
@@ -150,7 +145,7 @@ trainer:
   test_freq: 10
   # Answers of the validation that are kept to look at.
   log_val_generations: 8
-  # Checkpoints, metrics.jsonl, logs, the MLflow file. Started again, a run goes on from its last checkpoint.
+  # Checkpoints, metrics.jsonl, logs, the MLflow file. Started again, a run continues from its last checkpoint.
   default_local_dir: {run}
   project_name: scalerl
   experiment_name: {name}
@@ -167,7 +162,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """Called once for each answer.
 
     data_source, ground_truth, extra_info: as the row of the data has them. solution_str: what the model wrote.
-    Return a number, or a dict with "score" and other numbers, which are logged beside it.
+    Return a number, or a dict with "score" and other numbers, which are logged too.
     """
     numbers = re.findall(r"-?\\d+", solution_str)
     return 1.0 if numbers and numbers[-1] == ground_truth else 0.0

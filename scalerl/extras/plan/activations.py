@@ -1,4 +1,4 @@
-"""Bytes that a forward pass keeps for the backward pass, layer by layer, and what a pass needs beside them.
+"""Bytes that a forward pass keeps for the backward pass, layer by layer, and bytes that a pass needs in addition.
 
 Dims: a rank sees t tokens of a micro-batch (the whole micro-batch / cp_size); norms and residuals see t / tp of them
 with sequence parallelism. Everything is bytes per token t. The tensors are those that megatron's local layer spec, with
@@ -167,7 +167,7 @@ def _routed_tokens(sizes: _Sizes) -> float:
 
 
 def _working(sizes: _Sizes, is_mixture: bool) -> float:
-    """Bytes per token of the gradients that a layer's backward pass holds beside what is kept, where they are the most.
+    """Bytes per token of the gradients that a layer's backward pass holds in addition to kept tensors, at their peak.
 
     They are those of the residual and of an MLP's inner tensors: in one operation the product's is freed when gate and
     up have theirs, else the tensors that were kept are freed as fast, and so of experts on a CPU. Sequence parallelism

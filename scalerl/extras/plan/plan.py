@@ -22,7 +22,7 @@ from scalerl.rollout.sync.handover import BUCKET_COPIES, bucket_bytes_that_fit, 
 # Assumed, of a trainer's process on a GPU: CUDA context, libraries, NCCL's buffers.
 PROCESS_BYTES = int(1.5 * GIB)
 _MIB = 1 << 20
-# Of host memory that a rank takes, beside what it holds, to write or read its share of a checkpoint: one piece of a
+# Of host memory that a rank takes in addition to write or read its share of a checkpoint: one piece of a
 # tensor (checkpoint.pieces) on its way from or to a device, and buffers of files.
 CHECKPOINT_PIECE_BYTES = 64 * _MIB
 
@@ -177,7 +177,7 @@ class _Model:
         return {part: 0 if away[part] else size for part, size in self.state(stage).items()}
 
     def forward(self, stage: int) -> dict[str, int]:
-        """The bytes of each part of a pass without gradients, beside the weights.
+        """The bytes of each part of a pass without gradients, except the weights.
 
         A bound: all that one layer makes, of which it frees a part on its way, and the vocabulary's pass after it.
         """
@@ -189,7 +189,7 @@ class _Model:
         return bytes_by_part
 
     def backward(self, stage: int) -> dict[str, int]:
-        """The bytes of each part of an update beside weights, gradients and optimizer: of its passes or what follows.
+        """The bytes of each part of an update except weights, gradients and optimizer: of its passes or the exchange.
 
         The gradients are exchanged when the last micro-batch has given back what it kept. NCCL needs nothing for that.
         """
@@ -204,11 +204,11 @@ class _Model:
         bytes_by_part = {"activations": int(kept * self.tokens * in_flight)}
         layer = int((most - kept) * self.tokens) + self.itemsize * self.stages[stage].largest
         if stage == self.layout.pp_size - 1:
-            head_kept, beside = self._head()
+            head_kept, head_working = self._head()
             bytes_by_part["activations"] += int(head_kept)
             # The vocabulary's pass is over when the last layer's begins.
-            if beside >= layer:
-                return bytes_by_part | {"vocabulary": int(beside)}
+            if head_working >= layer:
+                return bytes_by_part | {"vocabulary": int(head_working)}
         return bytes_by_part | {"layer": max(0, layer)}
 
     def step(self, stage: int) -> dict[str, int]:
@@ -361,17 +361,17 @@ def _phases(
     serving = {} if server is None else _serving(server, process)
     # On the CPU servers release nothing, and are other processes of the same memory.
     released = {} if process == 0 or not serving else {"server's rest": serving["server's rest"]}
-    beside = released if rollout.free_cache_engine else serving
+    of_server = released if rollout.free_cache_engine else serving
     if serving:
         yield Phase("rollout", resting | serving)
     for model in models:
         state = _named(model.role, model.state(stage))
         weights = {name: size for name, size in state.items() if name.endswith(" weights")}
         output = "log-probs" if model.shape.head == "lm" else "values"
-        yield Phase(f"{model.role} {output}", resting | weights | _named(model.role, model.forward(stage)) | beside)
+        yield Phase(f"{model.role} {output}", resting | weights | _named(model.role, model.forward(stage)) | of_server)
         if model.has_optimizer:
-            yield Phase(f"{model.role} update", resting | state | _named(model.role, model.backward(stage)) | beside)
-            yield Phase(f"{model.role} step", resting | state | _named(model.role, model.step(stage)) | beside)
+            yield Phase(f"{model.role} update", resting | state | _named(model.role, model.backward(stage)) | of_server)
+            yield Phase(f"{model.role} step", resting | state | _named(model.role, model.step(stage)) | of_server)
     actor = models[0]
     # One model is saved after the other.
     trained = [_saved(model, stage) for model in models if model.has_optimizer]
@@ -380,8 +380,8 @@ def _phases(
     resumed = {name: size for name, size in serving.items() if name != "KV cache" or not rollout.free_cache_engine}
     save = resting | saved | resumed
     is_short = memory_bytes is not None and sum(save.values()) > memory_bytes
-    # Without room beside them the weights leave for a save, too, and are sent again.
-    yield Phase("save", resting | saved | beside if released and rollout.free_cache_engine and is_short else save)
+    # Where both do not fit, the server's weights leave for a save, and are sent again.
+    yield Phase("save", resting | saved | of_server if released and rollout.free_cache_engine and is_short else save)
     weights = _named("actor", {"weights": actor.state(stage)["weights"]})
     held = resting | weights | resumed
     if process and rollout.verify_weights_every:

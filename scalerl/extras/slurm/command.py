@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scalerl.errors import CommandParser, UserError
+from scalerl.extras.slurm import slurm
+from scalerl.extras.slurm.record import RECORD, SubmittedJob, read_record, seed_dir
+from scalerl.extras.slurm.slurm import Job, SlurmError
 
 if TYPE_CHECKING:
     from scalerl.extras.slurm.plan import Plan
-    from scalerl.extras.slurm.record import SubmittedJob
-    from scalerl.extras.slurm.slurm import Job
 
 USAGE = """\
 usage: scalerl launch slurm [train | sft] key=value ... slurm.key=value ... [--dry-run]
@@ -59,7 +60,6 @@ def main(argv: Sequence[str]) -> int:
 
 def _slurm(arguments: list[str]) -> int:
     from scalerl.config import help_text
-    from scalerl.extras.slurm import slurm
     from scalerl.extras.slurm.plan import make_plan
 
     if not {"-h", "--help"}.isdisjoint(arguments):
@@ -85,8 +85,6 @@ def _slurm(arguments: list[str]) -> int:
 
 def _live_jobs(run_dir: Path) -> list[tuple[SubmittedJob, Job]]:
     """The jobs of a run that are not over, in the order of their submission."""
-    from scalerl.extras.slurm.record import read_record
-
     record = read_record(run_dir)
     jobs = [] if record is None else _jobs(record)
     return [(each, job) for each, job in jobs if job is not None and not job.is_over]
@@ -94,8 +92,6 @@ def _live_jobs(run_dir: Path) -> list[tuple[SubmittedJob, Job]]:
 
 def _jobs(record: SubmittedJob) -> list[tuple[SubmittedJob, Job | None]]:
     """The record's jobs and what Slurm says of each, in the order of their submission."""
-    from scalerl.extras.slurm import slurm
-
     return [(each, slurm.job(each.job_id)) for each in (*record.earlier, record)]
 
 
@@ -111,8 +107,6 @@ def _refuse_second_job(live: dict[Path, list[tuple[SubmittedJob, Job]]]) -> None
 
 
 def _write_records(plan: Plan, job_id: str, script: Path, live: dict[Path, list[tuple[SubmittedJob, Job]]]) -> None:
-    from scalerl.extras.slurm.record import SubmittedJob
-
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     pattern = str(plan.script.options["output"])
     for place, run_dir in enumerate(plan.run_dirs):
@@ -134,8 +128,6 @@ def output_file(pattern: str, job_id: str, place: int | None = None) -> str:
 
 
 def _say_submitted(plan: Plan, job_id: str) -> None:
-    from scalerl.extras.slurm.record import read_record
-
     devices = f" x {plan.gpus_per_node} GPUs" if plan.gpus_per_node else ""
     tasks = f"{len(plan.script.seeds)} runs of " if plan.script.seeds else ""
     print(f"job     {job_id}: {tasks}{plan.num_nodes} node{'s' * (plan.num_nodes != 1)}{devices}")
@@ -155,8 +147,6 @@ def _say_submitted(plan: Plan, job_id: str) -> None:
 
 
 def _status(arguments: list[str]) -> int:
-    from scalerl.extras.slurm.plan import seed_dir
-
     run_dir = _run_dir("status", arguments)
     record = _record(run_dir)
     for place, seed in enumerate(record.seeds):
@@ -169,8 +159,6 @@ def _status(arguments: list[str]) -> int:
 
 
 def _print_status(run_dir: Path, record: SubmittedJob) -> None:
-    from scalerl.extras.slurm.slurm import SlurmError
-
     try:
         jobs = _jobs(record)
     except (SlurmError, UserError) as error:
@@ -230,8 +218,6 @@ def _current(jobs: list[tuple[SubmittedJob, Job | None]]) -> tuple[SubmittedJob,
 
 def _one_job(run_dir: Path) -> tuple[SubmittedJob, Job | None]:
     """The current job of a run. Raises UserError for the directory of an array, of which each run has its own."""
-    from scalerl.extras.slurm.plan import seed_dir
-
     record = _record(run_dir)
     if record.seeds:
         runs = ", ".join(seed_dir(run_dir, seed) for seed in record.seeds)
@@ -269,8 +255,6 @@ def _logs_of(attempt: Path) -> list[Path]:
 
 
 def _attach(arguments: list[str]) -> int:
-    from scalerl.extras.slurm import slurm
-
     # Arguments after RUN and --node are the command's, options included.
     parser = _parser("attach")
     parser.add_argument("--node", help="default: the one that the run's driver is on")
@@ -284,8 +268,6 @@ def _attach(arguments: list[str]) -> int:
 
 
 def _cancel(arguments: list[str]) -> int:
-    from scalerl.extras.slurm import slurm
-
     run_dir = _run_dir("cancel", arguments)
     record = _record(run_dir)
     # The last first: a job that waits for another would begin.
@@ -307,8 +289,6 @@ def _run_dir(command: str, arguments: list[str]) -> Path:
 
 
 def _record(run_dir: Path) -> SubmittedJob:
-    from scalerl.extras.slurm.record import RECORD, read_record
-
     record = read_record(run_dir)
     if record is None:
         raise UserError(

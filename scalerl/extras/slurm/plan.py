@@ -21,6 +21,7 @@ from scalerl.config.schema import SlurmConfig
 from scalerl.config.value_checks import show
 from scalerl.config.written import quoted
 from scalerl.errors import UserError
+from scalerl.extras.slurm.record import seed_dir
 from scalerl.extras.slurm.script import SCRIPTS, SEED, SbatchFile
 from scalerl.extras.slurm.slurm import (
     Partition,
@@ -85,17 +86,12 @@ class Plan:
 
 
 def needs_name(needs: Sequence[str]) -> str:
-    """The name of a file of needed paths: attempts of an earlier job of the run still read that of their own."""
+    """The name of a file of needed paths: attempts of an earlier job of the run still read the file of that job."""
     return f"needs-{hashlib.sha256(_lines(needs).encode()).hexdigest()[:8]}.txt"
 
 
 def _lines(paths: Sequence[str]) -> str:
     return "".join(f"{path}\n" for path in paths)
-
-
-def seed_dir(run_dir: Path, seed: int | str) -> str:
-    """The directory of the run that a job array makes with a seed."""
-    return str(run_dir / f"seed_{seed}")
 
 
 def make_plan(arguments: Sequence[str]) -> Plan:

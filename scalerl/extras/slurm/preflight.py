@@ -145,7 +145,7 @@ def _connected(directory: Path, head: str, timeout_s: float) -> ProbeConnection:
             time.sleep(CONNECT_EVERY_S)
 
 
-# --- beside the batch script ---
+# --- on the node of the batch script ---
 
 
 class Collector:

@@ -17,7 +17,7 @@ class SubmittedJob:
     """The last job of a run that was submitted.
 
     submitted_at: ISO time, with the zone.  earlier: jobs of the run that were not over when this one was submitted.
-    seeds: of an array, whose runs have records of their own.
+    seeds: of an array; each of its runs has another record.
     """
 
     job_id: str
@@ -46,3 +46,8 @@ def read_record(run_dir: Path) -> SubmittedJob | None:
         return SubmittedJob(**fields | {"earlier": [SubmittedJob(**each) for each in fields.get("earlier", [])]})
     except (ValueError, TypeError) as error:
         raise UserError(f"{path}: not a record of a launched job ({error}); remove it") from None
+
+
+def seed_dir(run_dir: Path, seed: int | str) -> str:
+    """The directory of the run that a job array makes with a seed."""
+    return str(run_dir / f"seed_{seed}")

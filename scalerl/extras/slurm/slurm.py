@@ -45,7 +45,7 @@ class Partition:
 class Job:
     """What Slurm says of a job.
 
-    number: a task of an array has one of its own, too.  state: RUNNING, PENDING, ...  nodes: empty until it runs.
+    number: each task of an array has another one.  state: RUNNING, PENDING, ...  nodes: empty until it runs.
     head: the node that its batch script is on.  start_time: of a job that waits, when it is expected; "" if unknown.
     """
 

@@ -60,7 +60,7 @@ def table(parts: Collection[ComparedPart]) -> str:
 
 
 def compare_models(one: Path, other: Path, *, tolerance: float = 0.0) -> list[ComparedPart]:
-    """Compares weights and optimizers of all models of two checkpoints, and their states beside tensors.
+    """Compares weights and optimizers of all models of two checkpoints, and their states that are no tensors.
 
     tolerance: largest difference allowed, as a share of the largest number of the tensor; 0: bit for bit.
     """

@@ -1,4 +1,4 @@
-"""`scalerl verify-resume`: whether a run that stops and goes on has the numbers of one that nobody stopped."""
+"""`scalerl verify-resume`: whether a run that is stopped and resumed has the numbers of a run that nobody stopped."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def _train_sft(cfg: SFTConfig, processes: Processes | None, stop_after: int | No
 def train_in_new_process(kind: RunKind, keys: Sequence[str]) -> None:
     """Trains as `scalerl train` or `scalerl sft` does, in a process that knows nothing but what was saved.
 
-    Raises RunError, when its output has said why, if it fails. A SIGTERM goes on to it.
+    Raises RunError, when its output has said why, if it fails. A SIGTERM is passed to that process.
     """
     program = f"scalerl.trainer.main_{kind}"
     process = subprocess.Popen([sys.executable, "-m", program, *keys])
