@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from scalerl.algorithms.registry import Registry
-from scalerl.config.registered_names import POLICY_LOSSES
+from scalerl.base.user_code import on_forget
+from scalerl.config.registered_names import POLICY_LOSSES, REFERENCE_LOSSES
 from scalerl.config.schema import LOSS_AGG_MODES, ActorConfig
 from scalerl.tracking.metrics.metric import Metric
 
@@ -25,8 +26,9 @@ _REGISTRY: Registry[PolicyLoss] = Registry(POLICY_LOSSES)
 get_policy_loss = _REGISTRY.get
 policy_loss_names = _REGISTRY.names
 
-# Extra arguments that a loss may need: `LossSequences`, and the column that `covariance.select_tokens` makes.
+# The argument that is no column, `LossSequences`, and the column that `covariance.select_tokens` makes.
 SEQUENCES, SELECTED = "sequences", "selected"
+REF_LOGPROBS = "ref_logprobs"
 
 # exp(20) = 4.9e8: far beyond any clip range, far from overflow.
 LOG_RATIO_BOUND = 20.0
@@ -35,20 +37,34 @@ LOG_RATIO_BOUND = 20.0
 def register_policy_loss(name: str, *, needs: tuple[str, ...] = ()) -> Callable[[PolicyLoss], PolicyLoss]:
     """Decorator of fn(logprobs_T, old_logprobs_T, advantages_T, config) -> (loss_T, {metric: values_T}).
 
-    Tokens without weight hold 0 in all three columns. needs: further arguments, passed by name: "sequences" (a
-    `LossSequences`), "selected" ([T] bool, the tokens of greatest covariance). Metrics have no gradient; a metric's
-    mean over loss tokens is logged. The loss is aggregated by loss_agg_mode afterwards.
+    needs: further arguments, passed by name: "sequences" (a `LossSequences`), or names of columns ([T, ...] each).
+        A column is one of the step's (`batch.columns`; ref_logprobs makes a run have a reference model), or a number
+        that the reward function returns, or extra_info of the data has, under that name. A column of samples has the
+        sample's value at each of its tokens.
+    Tokens without weight hold 0 in all columns. Metrics have no gradient; a metric's mean over loss tokens is logged.
+    The loss is aggregated by loss_agg_mode afterwards.
     """
-    unknown = set(needs) - {SEQUENCES, SELECTED}
-    if unknown:
-        raise ValueError(f"policy loss {name!r} needs {sorted(unknown)}: known are {[SEQUENCES, SELECTED]}")
     arguments = ("logprobs_T", "old_logprobs_T", "advantages_T", "config")
-    return _REGISTRY.register(name, arguments=arguments, needs=needs)
+    register = _REGISTRY.register(name, arguments=arguments, needs=needs)
+
+    def add(function: PolicyLoss) -> PolicyLoss:
+        register(function)
+        if REF_LOGPROBS in needs:
+            REFERENCE_LOSSES.add(name)
+            on_forget(function, lambda: REFERENCE_LOSSES.discard(name))
+        return function
+
+    return add
 
 
 def policy_loss_needs(name: str) -> tuple[str, ...]:
     """The further arguments that a registered policy loss needs."""
     return _REGISTRY.traits(name)["needs"]
+
+
+def policy_loss_columns(name: str) -> tuple[str, ...]:
+    """The columns among the further arguments of a registered policy loss."""
+    return tuple(need for need in policy_loss_needs(name) if need != SEQUENCES)
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from scalerl.algorithms.kl import KL_KINDS, kl_penalty
 from scalerl.algorithms.losses import (
-    SELECTED,
+    REF_LOGPROBS,
     SEQUENCES,
     LossSequences,
     check_loss_counts,
     get_policy_loss,
     loss_weights,
+    policy_loss_columns,
     policy_loss_needs,
     sequence_of_token,
     weighted_sum,
@@ -63,13 +64,9 @@ class PolicyObjective:
         """Names of the token columns that `columns` must hold, beside cu_seqlens."""
         names = ["old_logprobs", "advantages", self._mask]
         names += ["rollout_is_weights"] if self.corrected else []
-        names += ["ref_logprobs"] if self.actor_config.use_kl_loss else []
-        names += [SELECTED] if SELECTED in self._loss_needs else []
-        return tuple(names)
-
-    @property
-    def _loss_needs(self) -> tuple[str, ...]:
-        return policy_loss_needs(self.actor_config.policy_loss.loss_mode)
+        names += [REF_LOGPROBS] if self.actor_config.use_kl_loss else []
+        names += policy_loss_columns(self.actor_config.policy_loss.loss_mode)
+        return tuple(dict.fromkeys(names))
 
     @property
     def _mask(self) -> str:
@@ -112,7 +109,7 @@ class PolicyObjective:
             if self.needs_entropy:
                 loss = loss - config.entropy_coeff * entropy
         if config.use_kl_loss:
-            kl = weighted_sum(kl_penalty(logprobs_T, columns["ref_logprobs"], config.kl_loss_type), weights_T)
+            kl = weighted_sum(kl_penalty(logprobs_T, columns[REF_LOGPROBS], config.kl_loss_type), weights_T)
             metrics["actor/kl_loss"] = snapshot(kl)
             loss = loss + config.kl_loss_coef * kl
         metrics["actor/loss"] = snapshot(loss)
@@ -142,10 +139,13 @@ class PolicyObjective:
 
     def _more(self, columns: dict[str, Tensor], keep_T: Tensor) -> dict[str, Any]:
         """The further arguments that the configured policy loss needs."""
+        loss_mode = self.actor_config.policy_loss.loss_mode
         more_arguments: dict[str, Any] = {}
-        if SELECTED in self._loss_needs:
-            more_arguments[SELECTED] = columns[SELECTED]
-        if SEQUENCES in self._loss_needs:
+        for name in policy_loss_columns(loss_mode):
+            column = columns[name]
+            is_kept = keep_T.view(-1, *(1 for _ in column.shape[1:]))
+            more_arguments[name] = torch.where(is_kept, column, torch.zeros_like(column))
+        if SEQUENCES in policy_loss_needs(loss_mode):
             cu_seqlens = columns["cu_seqlens"]
             more_arguments[SEQUENCES] = LossSequences(
                 keep_T, sequence_of_token(cu_seqlens, len(keep_T)), len(cu_seqlens) - 1

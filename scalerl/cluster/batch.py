@@ -14,6 +14,7 @@ import numpy as np
 import ray
 
 from scalerl.batch import StepPlan
+from scalerl.batch.columns import Column
 from scalerl.batch.data_proto import DataProto
 
 # The rollout's token columns as one TokenColumn of a PlacedBatch: input_ids, response_mask, rollout_logprobs.
@@ -128,18 +129,19 @@ class PlacedBatch:
     columns: Mapping[str, TokenColumn] = field(default_factory=dict)
     reshard: Callable[[TokenColumn, StepPlan], Sequence[Any]] = reshard_on_driver
 
-    def shards(self, role: str, *columns: str) -> ShardedBatch:
+    def shards(self, role: str, *columns: Column | str) -> ShardedBatch:
         """The named columns, of tokens or of samples, for that role's ranks.
 
         Others stay here: a column that no rank reads would be sent to each rank, in each pass. Raises KeyError for a
         missing column.
         """
+        names = list(dict.fromkeys(map(str, columns)))
         known = self.columns.keys() | self.samples.keys()
-        if missing := [name for name in columns if name not in known]:
+        if missing := [name for name in names if name not in known]:
             raise KeyError(f"the batch has no {', '.join(missing)} for {role}; it has {sorted(known)}")
         plan = self.plans[role]
-        of_tokens = [name for name in columns if name in self.columns]
-        samples = {name: self.samples[name] for name in columns if name not in self.columns}
+        of_tokens = [name for name in names if name in self.columns]
+        samples = {name: self.samples[name] for name in names if name not in self.columns}
         return ShardedBatch(plan, samples, tuple(self._under(plan, self.columns[name]).shards for name in of_tokens))
 
     def _under(self, plan: StepPlan, column: TokenColumn) -> TokenColumn:
@@ -150,9 +152,12 @@ class PlacedBatch:
             column.resharded[id(plan)] = TokenColumn(plan, tuple(self.reshard(column, plan)))
         return column.resharded[id(plan)]
 
-    def with_column(self, name: str, role: str, shards: Sequence[Any]) -> PlacedBatch:
+    def with_column(self, column: Column | str, role: str, shards: Sequence[Any]) -> PlacedBatch:
         """The batch with one more token column.  shards[dp_rank]: of the rows of that role's rank, in its order."""
-        return replace(self, columns={**self.columns, name: TokenColumn(self.plans[role], tuple(shards))})
+        return replace(self, columns={**self.columns, str(column): TokenColumn(self.plans[role], tuple(shards))})
+
+    def has(self, column: Column | str) -> bool:
+        return str(column) in self.columns or str(column) in self.samples
 
     def with_samples(self, **columns: np.ndarray) -> PlacedBatch:
         return replace(self, samples=self.samples | columns)

@@ -90,17 +90,17 @@ class RankProcess(Reusable):
 
     # Two return values: the driver fetches the first, and keeps only a reference to the second.
     @ray.method(num_returns=2)
-    def run_on_shard(self, call: bytes, shard: bytes, *columns: DataProto) -> tuple[Answer, DataProto | None]:
+    def run_on_shard(self, call: bytes, shard: bytes, *tokens: DataProto) -> tuple[Answer, DataProto | None]:
         """Puts the shard of a DP_COMPUTE_PROTO call together, then calls the method.
 
         call: the method's name and its keyword arguments, pickled.  shard: its micro-batches, as positions in the
-        shard's rows, and its sample columns, pickled.  columns: its token columns.
+        shard's rows, and its sample columns, pickled.  tokens: its token columns.
         Returns the answer and the token columns; only an output rank returns columns, as the group collects its alone.
         """
         method, kwargs = pickle.loads(call)
         micro_batches, samples = pickle.loads(shard)
         batch = DataProto(samples=samples)
-        for column in columns:
+        for column in tokens:
             batch = batch.union(DataProto(column.tokens))
         function = self._method(method)
         metrics: dict[str, Metric]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scalerl.config.layout_sizes import LayoutSizes
-from scalerl.config.registered_names import CRITIC_ESTIMATORS
+from scalerl.config.registered_names import CRITIC_ESTIMATORS, REFERENCE_LOSSES
 from scalerl.config.schema import GenerationConfig, MegatronConfig, PPOConfig, ResourcePoolConfig, SFTConfig
 from scalerl.config.sections import ACTOR, JUDGE, ROLLOUT
 
@@ -66,6 +66,12 @@ def uses_critic(cfg: PPOConfig) -> bool:
     return cfg.algorithm.adv_estimator in CRITIC_ESTIMATORS
 
 
+def uses_reference(cfg: PPOConfig) -> bool:
+    """Whether a KL or the policy loss reads ref_logprobs; of a user's own loss once its file is imported."""
+    actor = cfg.actor_rollout_ref.actor
+    return actor.use_kl_loss or cfg.algorithm.use_kl_in_reward or actor.policy_loss.loss_mode in REFERENCE_LOSSES
+
+
 def all_model_roles(cfg: PPOConfig) -> list[ModelRole]:
     """Lists every role that a run may have; `active` says whether this run has it."""
     policy, critic, reward = cfg.actor_rollout_ref, cfg.critic, cfg.reward_model
@@ -75,7 +81,7 @@ def all_model_roles(cfg: PPOConfig) -> list[ModelRole]:
             section="actor_rollout_ref.ref",
             head="lm",
             switch=f"{ACTOR}.use_kl_loss=true, or algorithm.use_kl_in_reward=true",
-            active=policy.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward,
+            active=uses_reference(cfg),
             model_path=policy.ref.model_path or policy.model.path,
             trust_remote_code=policy.model.trust_remote_code,
             megatron=policy.ref.megatron,

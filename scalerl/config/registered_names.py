@@ -47,6 +47,8 @@ ESTIMATORS = RegisteredNames(
 )
 # Estimators that read a critic's values.
 CRITIC_ESTIMATORS = {"gae"}
+# Policy losses that read the reference's log-probs.
+REFERENCE_LOSSES: set[str] = set()
 POLICY_LOSSES = RegisteredNames(
     "policy loss",
     "actor_rollout_ref.actor.policy_loss.loss_mode",

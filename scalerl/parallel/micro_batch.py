@@ -47,7 +47,8 @@ class MicroBatch:
     """T real tokens of some rows, end to end; P >= T tokens after alignment, of which this rank holds P / cp.
 
     input_ids, position_ids: [1, P / cp] int64.  labels: [P / cp] int64, the next token of each.
-    columns: name -> [T].  cu_seqlens: [num rows + 1] int64 of the real tokens.
+    columns: name -> [T, ...] of the real tokens.  cu_seqlens: [num rows + 1] int64 of the real tokens.
+    inputs: columns that are not per token, on the host: name -> the micro-batch's rows.
     prediction_indices, token_indices: [T] int64, for each real token the index, in the cp ranks' results end to end, of
     the result about it and of the result at its own position.
     is_first: [T] bool, first token of its sequence: no result is about it.
@@ -65,6 +66,7 @@ class MicroBatch:
     num_tokens: int
     num_padded_tokens: int
     packing: Packing
+    inputs: dict[str, Jagged]
 
     def to_described_token(self, results_P: Tensor) -> Tensor:
         """Moves results that each token holds about the next one to that token: [T], 0 for first tokens.
@@ -128,7 +130,9 @@ def pack_rows(
         position_ids=positions[None].to(device),
         labels=labels.to(device),
         cu_seqlens=cu_seqlens.to(device),
-        columns={name: column.select(rows).values.to(device) for name, column in batch.tokens.items()},
+        columns={
+            name: column.select(rows).values.to(device) for name, column in batch.tokens.items() if column.per_token
+        },
         prediction_indices=prediction_indices.to(device),
         token_indices=token_indices.to(device),
         is_first=is_first.to(device),
@@ -144,6 +148,7 @@ def pack_rows(
             order=order,
             natural=natural,
         ),
+        inputs={name: column.select(rows) for name, column in batch.tokens.items() if not column.per_token},
     )
 
 

@@ -173,9 +173,7 @@ def test_many_ranks_are_waited_for_together_and_a_row_is_sent_once_per_data_para
     metrics = many.call(PlainWorker.fill_with_rows, batch).metrics
     # Every tensor-parallel rank has the rows of its data-parallel one.
     assert metrics == {"num_rows": Metric(4 * 32.0, "sum", 64.0)}
-    assert len(puts) == 16 and sorted(uid for shard in puts for uid in pickle.loads(shard).samples["uid"]) == [
-        *range(32)
-    ]
+    assert len(puts) == 16 and sorted(uid for shard in puts for uid in pickle.loads(shard)[1]["uid"]) == [*range(32)]
     assert all(pending == num_returns for pending, num_returns in waits) and len(waits) < 64
 
 

@@ -106,7 +106,11 @@ def _on_sampled_tokens(values_S: np.ndarray, mask: Jagged) -> Jagged:
 
 
 def _lists(column: Jagged) -> pa.ListArray:
-    return pa.ListArray.from_arrays(pa.array(column.cu_seqlens.int().numpy()), pa.array(column.values.numpy()))
+    """A list of each row's values, which are lists themselves where the column has trailing dimensions."""
+    values = pa.array(column.values.flatten().numpy())
+    for size in reversed(column.values.shape[1:]):
+        values = pa.FixedSizeListArray.from_arrays(values, size)
+    return pa.ListArray.from_arrays(pa.array(column.cu_seqlens.int().numpy()), values)
 
 
 def _plain(column: np.ndarray) -> Any:

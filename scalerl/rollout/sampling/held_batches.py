@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from scalerl.batch.columns import POLICY_VERSIONS
 from scalerl.batch.data_proto import DataProto
 
-# Token columns that the trainer's passes read; the others are for dumps.
-TRAINED_COLUMNS = ("input_ids", "response_mask", "rollout_logprobs")
+# Token columns that no pass of the trainer reads.
+DUMPED_COLUMNS = {POLICY_VERSIONS.name}
 
 
 class HeldBatches:
@@ -44,7 +45,7 @@ class HeldBatches:
 
     def _trained_tokens(self, batch_id: int) -> DataProto:
         tokens = self.batches[batch_id].tokens
-        return DataProto({name: tokens[name] for name in TRAINED_COLUMNS})
+        return DataProto({name: column for name, column in tokens.items() if name not in DUMPED_COLUMNS})
 
     def all_tokens(self, batch_id: int) -> DataProto:
         """The token columns of a batch, with those that are for dumps alone."""

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import ray
 
+from scalerl.algorithms import policy_loss_columns
 from scalerl.base.user_code import absolute
 from scalerl.batch import StepPlan
+from scalerl.batch.columns import COLUMNS
 from scalerl.cluster.ask import values_of
 from scalerl.cluster.batch import TOKENS, HeldRows, PlacedBatch
 from scalerl.cluster.failures import WorkerError
@@ -95,7 +97,7 @@ class HybridRollout:
         nodes = [plan.nodes[0] for plan in plan_replicas(servers.pool, self.rollout)]
         shares = share_servers(len(nodes), self.rollout.num_workers or default_num_workers(len(nodes)))
         shared = {name: [ray.put(dataset)] for name, dataset in datasets.items()}
-        model = config.actor_rollout_ref.model
+        model, loss_mode = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.policy_loss.loss_mode
         # A tokenizer with code of its own cannot be sent: it is imported from its directory.
         policy_tokenizer = model.path if model.trust_remote_code else [ray.put(tokenizer)]
         processes = [
@@ -110,6 +112,7 @@ class HybridRollout:
                 program=_found_from_anywhere(self.rollout.program),
                 trust_remote_code=model.trust_remote_code,
                 user_files=absolute(config.trainer.import_files),
+                loss_columns=[name for name in policy_loss_columns(loss_mode) if name not in COLUMNS],
             )
             for mine in shares
         ]

@@ -21,8 +21,13 @@ def to_batch(
     prompts: Sequence[PromptRow],
     results: Sequence[ScoreResult],
     seeds: Sequence[int],
+    *,
+    more: Sequence[str] = (),
 ) -> DataProto:
-    """The batch of these samples, one row each, with the prompt, score and seed of each: [S]."""
+    """The batch of these samples, one row each, with the prompt, score and seed of each: [S].
+
+    more: names of further columns (`numbers_of`).
+    """
     tokens = _token_columns(trajectories)
     samples = {
         "uid": np.array([t.uid for t in trajectories]),
@@ -48,7 +53,25 @@ def to_batch(
     }.items():
         samples[name] = np.empty(len(trajectories), dtype=object)
         samples[name][:] = values
-    return DataProto(tokens, samples)
+    return DataProto(tokens, samples | {name: numbers_of(name, prompts, results) for name in more})
+
+
+def numbers_of(name: str, prompts: Sequence[PromptRow], results: Sequence[ScoreResult]) -> np.ndarray:
+    """The number of that name [S] float64 that the reward function returned, or that extra_info of the data has.
+
+    A sample whose reward function failed may have none: it is 0.  Raises ValueError naming the prompt otherwise.
+    """
+    numbers = np.zeros(len(prompts))
+    for row, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
+        value = result.extra.get(name, prompt.extra_info.get(name))
+        if isinstance(value, int | float):
+            numbers[row] = value
+        elif result.error is None:
+            raise ValueError(
+                f"prompt {prompt.uid}: the policy loss needs a number {name}; the reward function returned "
+                f"{sorted(result.extra)} with the score, and extra_info of the data has {sorted(prompt.extra_info)}"
+            )
+    return numbers
 
 
 def _token_columns(trajectories: Sequence[Trajectory]) -> dict[str, Jagged]:

@@ -73,12 +73,14 @@ class RolloutWorker(HeldBatches, Reusable):
         program: ProgramConfig,
         trust_remote_code: bool,
         user_files: Sequence[str] = (),
+        loss_columns: Sequence[str] = (),
     ) -> None:
         """Loads the tokenizer and the reward functions; servers come with `connect`.
 
         datasets: `train` and `val` -> [reference to an RLHFDataset] (in a list, so that Ray does not copy it).
         tokenizer: its directory, or [reference to it], which saves the import of all that could be in a directory.
         user_files: register what the configuration names.
+        loss_columns: names of the numbers of a training sample that the policy loss needs (`numbers_of`).
         """
         import ray
 
@@ -96,7 +98,7 @@ class RolloutWorker(HeldBatches, Reusable):
         import_files(user_files)
         self.rewards = build_reward_manager(reward, custom_reward)
         self.program = load_program(program)
-        self.model_scores = reward.enable
+        self.model_scores, self.loss_columns = reward.enable, loss_columns
         self._judge = Judge(reward.judge, reward.on_error) if reward.judge.enable else None
         self._replacements: Replacements | None = None
         # Generations that run.
@@ -264,6 +266,7 @@ class RolloutWorker(HeldBatches, Reusable):
             [prompts[sample.uid] for sample, _ in rows],
             [result for _, result in rows],
             seeds=[self._seed(sample.uid, sample.sample_index) for sample, _ in rows],
+            more=self.loss_columns if dataset == "train" else (),
         )
         batch_id = self.hold(batch) if keep else next(self.batch_ids)
         unfinished = [group for group in groups if group.uid not in results]

@@ -10,6 +10,15 @@ import torch
 import torch.distributed as dist
 
 from scalerl.algorithms import correct
+from scalerl.batch.columns import (
+    INPUT_IDS,
+    LOSS_MASK,
+    NUM_LOSS_TOKENS,
+    OLD_LOGPROBS,
+    RESPONSE_MASK,
+    ROLLOUT_IS_WEIGHTS,
+    ROLLOUT_LOGPROBS,
+)
 from scalerl.batch.data_proto import DataProto, Jagged
 from scalerl.config.correction import corrects
 from scalerl.config.schema import RolloutCorrectionConfig
@@ -25,8 +34,8 @@ def compare_log_probs(
     any): of tokens rollout_is_weights (float32) and loss_mask (bool), of samples num_loss_tokens (int64).
     group: data-parallel ranks, all of which call. device: where its collectives run.
     """
-    mask = shard.tokens["response_mask"]
-    rollout_T, old_T = shard.tokens["rollout_logprobs"].values, shard.tokens["old_logprobs"].values
+    mask = shard[RESPONSE_MASK]
+    rollout_T, old_T = shard[ROLLOUT_LOGPROBS].values, shard[OLD_LOGPROBS].values
     metrics = rollout_diff_sums(rollout_T, old_T, mask.values)
     metrics |= mismatch_metrics(rollout_T, old_T, mask.values, mask.cu_seqlens)
     if not corrects(config):
@@ -41,9 +50,9 @@ def compare_log_probs(
         config,
         group=group,
     )
-    token_columns = {"rollout_is_weights": corrected.weights_T, "loss_mask": corrected.mask_T}
+    token_columns = {ROLLOUT_IS_WEIGHTS.name: corrected.weights_T, LOSS_MASK.name: corrected.mask_T}
     tokens = {name: Jagged(values_T.cpu(), mask.cu_seqlens) for name, values_T in token_columns.items()}
-    samples = {"num_loss_tokens": corrected.num_loss_tokens_S.cpu().numpy()}
+    samples = {NUM_LOSS_TOKENS.name: corrected.num_loss_tokens_S.cpu().numpy()}
     return metrics | corrected.metrics, DataProto(tokens, samples)
 
 
@@ -53,8 +62,8 @@ def worst_tokens(shard: DataProto) -> dict[str, np.ndarray]:
     Returns columns, all [S]: difference (absolute, NaN where one of the log-probs is), position (in prompt +
     response; -1 without a sampled token), token_id, rollout_logprob, old_logprob.
     """
-    ids, rollout, old = (shard.tokens[name].values for name in ("input_ids", "rollout_logprobs", "old_logprobs"))
-    mask = shard.tokens["response_mask"]
+    ids, rollout, old = (shard[column].values for column in (INPUT_IDS, ROLLOUT_LOGPROBS, OLD_LOGPROBS))
+    mask = shard[RESPONSE_MASK]
     difference_S, position_S = largest_differences(rollout, old, mask.values, mask.cu_seqlens)
     index_S = mask.cu_seqlens[:-1] + torch.from_numpy(position_S).clamp(min=0)
     return {

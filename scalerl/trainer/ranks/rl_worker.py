@@ -8,6 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from scalerl.batch.columns import (
+    INPUT_IDS,
+    LOSS_MASK,
+    OLD_LOGPROBS,
+    REF_LOGPROBS,
+    RESPONSE_MASK,
+    REWARD_KL,
+    ROLLOUT_LOGPROBS,
+    SAMPLE_ADVANTAGES,
+    SCORES,
+    SELECTED,
+    Column,
+)
 from scalerl.batch.data_proto import DataProto, Jagged
 from scalerl.cluster.dispatch import Dispatch, MicroBatches, Result, register
 from scalerl.rollout.sync.weight_source import WeightSource
@@ -55,11 +68,11 @@ class RLWorker(MegatronWorker, WeightSource):
             return {}, None
         from scalerl.algorithms import aggregated
 
-        columns, mask = DataProto({"old_logprobs": outputs["logprobs"]}), shard.tokens["response_mask"]
+        columns, mask = DataProto({OLD_LOGPROBS.name: outputs["logprobs"]}), shard[RESPONSE_MASK]
         entropy_T = outputs["entropy"].values.cpu()
         how = (config.loss_agg_mode, config.loss_scale_factor)
         metrics = {"actor/entropy_loss": aggregated(entropy_T, mask.values, mask.cu_seqlens, *how)}
-        if "rollout_logprobs" in shard.tokens:
+        if ROLLOUT_LOGPROBS.name in shard.tokens:
             from scalerl.trainer.ranks.logprob_mismatch import compare_log_probs
 
             both = shard.union(columns)
@@ -81,7 +94,7 @@ class RLWorker(MegatronWorker, WeightSource):
     def compute_ref_log_prob(self, shard: DataProto, micro_batches: MicroBatches, *, temperature: float) -> Result:
         """Computes column ref_logprobs."""
         outputs = self.engines["ref"].logprobs(shard, flat(micro_batches), temperature=temperature)
-        return {}, DataProto({"ref_logprobs": outputs["logprobs"]}) if outputs else None
+        return {}, DataProto({REF_LOGPROBS.name: outputs["logprobs"]}) if outputs else None
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
     @phase("values", "params", role="critic", reads=True)
@@ -95,15 +108,17 @@ class RLWorker(MegatronWorker, WeightSource):
     def compute_scores(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
         """Computes sample column scores: the reward model's output after the last token."""
         outputs = self.engines["reward_model"].scores(shard, flat(micro_batches))
-        return {}, DataProto(samples={"scores": outputs["scores"].cpu().numpy()}) if outputs else None
+        return {}, DataProto(samples={SCORES.name: outputs["scores"].cpu().numpy()}) if outputs else None
 
     @register(Dispatch.DP_COMPUTE_PROTO)
-    def sum_reward_kl(self, shard: DataProto, micro_batches: MicroBatches, *, kind: str, old_logprobs: str) -> Result:
-        """Computes sample column reward_kl, a sum over sampled tokens. old_logprobs: name of the policy's column."""
+    def sum_reward_kl(
+        self, shard: DataProto, micro_batches: MicroBatches, *, kind: str, old_logprobs: Column[Jagged]
+    ) -> Result:
+        """Computes sample column reward_kl, a sum over sampled tokens. old_logprobs: the policy's column."""
         from scalerl.trainer.ranks.run_estimators import reward_kl, sums_of_rows
 
         sums = sums_of_rows(reward_kl(shard, kind, old_logprobs=old_logprobs))
-        return {}, DataProto(samples={"reward_kl": sums})
+        return {}, DataProto(samples={REWARD_KL.name: sums})
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_advantages(
@@ -112,7 +127,7 @@ class RLWorker(MegatronWorker, WeightSource):
         micro_batches: MicroBatches,
         *,
         config: AlgorithmConfig,
-        kl: tuple[float, str] | None,
+        kl: tuple[float, Column[Jagged]] | None,
     ) -> Result:
         """Computes columns advantages and returns of single tokens (`run_estimators.token_advantages`)."""
         from scalerl.trainer.ranks.run_estimators import token_advantages
@@ -142,16 +157,15 @@ class RLWorker(MegatronWorker, WeightSource):
         bypass_mode: the sampler's log-probs are the old ones.
         """
         from scalerl.algorithms import PolicyObjective, policy_loss_needs
-        from scalerl.algorithms.losses import SELECTED
 
-        shard = _with_advantages(shard)
+        shard = _with_loss_columns(shard, config)
         if bypass_mode:
-            shard = shard.union(DataProto({"old_logprobs": shard.tokens["rollout_logprobs"]}))
-        corrected = "loss_mask" in shard.tokens
+            shard = shard.union(DataProto({OLD_LOGPROBS.name: shard[ROLLOUT_LOGPROBS]}))
+        corrected = LOSS_MASK.name in shard.tokens
         # The counts are those of all ranks, so that all of them leave the same ones out.
         kept = [index for index, total in enumerate(totals) if total["num_loss_tokens"] or not corrected]
         mini_batches, kept_totals = [micro_batches[index] for index in kept], [totals[index] for index in kept]
-        if SELECTED in policy_loss_needs(config.policy_loss.loss_mode):
+        if SELECTED.name in policy_loss_needs(config.policy_loss.loss_mode):
             from scalerl.trainer.ranks.run_estimators import selected_tokens_column
 
             selected = selected_tokens_column(
@@ -159,11 +173,11 @@ class RLWorker(MegatronWorker, WeightSource):
                 mini_batches,
                 config.policy_loss,
                 kept_totals,
-                mask="loss_mask" if corrected else "response_mask",
+                mask=LOSS_MASK if corrected else RESPONSE_MASK,
                 group=self.groups.dp,
                 device=self.device,
             )
-            shard = shard.union(DataProto({SELECTED: selected}))
+            shard = shard.union(DataProto({SELECTED.name: selected}))
         updates = self._update(
             "actor",
             shard,
@@ -203,7 +217,7 @@ class RLWorker(MegatronWorker, WeightSource):
         (mini_batch,), (total,) = micro_batches, totals
         objective = PolicyObjective(config, total["num_loss_tokens"], total["num_sequences"])
         updated, outputs = self.engines["actor"].logprobs_and_update(
-            _with_advantages(shard), mini_batch, objective, temperature=temperature
+            _with_loss_columns(shard, config), mini_batch, objective, temperature=temperature
         )
         # As in `_update`.
         torch.cuda.empty_cache()
@@ -266,12 +280,18 @@ class RLWorker(MegatronWorker, WeightSource):
         return self.weight_sync.sync(policy_version, **options)
 
 
-def _with_advantages(shard: DataProto) -> DataProto:
-    """The shard with advantages of tokens: those of a sample on every token of it, unless tokens have their own."""
+def _with_loss_columns(shard: DataProto, config: ActorConfig) -> DataProto:
+    """The shard with advantages of tokens, and the columns that the policy loss needs: where the shard has a column of
+    samples, each token has its sample's value."""
     import torch
 
-    if "advantages" in shard.tokens:
-        return shard
-    ids = shard.tokens["input_ids"]
-    values = torch.as_tensor(shard.samples["advantages"].astype(np.float32))
-    return shard.union(DataProto({"advantages": Jagged(values.repeat_interleave(ids.lengths), ids.cu_seqlens)}))
+    from scalerl.algorithms.losses import policy_loss_columns
+
+    ids = shard[INPUT_IDS]
+    for name in (SAMPLE_ADVANTAGES.name, *policy_loss_columns(config.policy_loss.loss_mode)):
+        if name in shard.samples and name not in shard.tokens:
+            values_S = shard.samples[name]
+            values_S = torch.as_tensor(values_S.astype(np.float32) if values_S.dtype.kind == "f" else values_S)
+            values_T = values_S.repeat_interleave(ids.lengths)
+            shard = shard.union(DataProto({name: Jagged(values_T, ids.cu_seqlens)}))
+    return shard

@@ -7,9 +7,32 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from scalerl.algorithms import get_adv_estimator, policy_loss_needs
-from scalerl.algorithms.losses import SELECTED
+from scalerl.algorithms import get_adv_estimator
+from scalerl.algorithms.losses import policy_loss_columns
 from scalerl.batch import StepPlan
+from scalerl.batch.columns import (
+    INPUT_IDS,
+    LOSS_MASK,
+    NUM_LOSS_TOKENS,
+    NUM_SAMPLED_TOKENS,
+    OLD_LOGPROBS,
+    REF_LOGPROBS,
+    RESPONSE_MASK,
+    RETURNS,
+    REWARD_FAILED,
+    REWARD_KL,
+    REWARD_STYLE,
+    REWARDS,
+    ROLLOUT_IS_WEIGHTS,
+    ROLLOUT_LOGPROBS,
+    SCORE,
+    SCORES,
+    SELECTED,
+    TOKEN_ADVANTAGES,
+    VALUES,
+    Column,
+)
+from scalerl.batch.jagged import Jagged
 from scalerl.cluster.batch import TOKENS, PlacedBatch
 from scalerl.cluster.dispatch import Collected, Future
 from scalerl.cluster.worker_group import WorkerGroup
@@ -20,6 +43,14 @@ from scalerl.trainer.ranks.rl_worker import RLWorker
 from scalerl.trainer.ranks.run_estimators import SAMPLE_NAMES
 from scalerl.trainer.ranks.save_calls import Writing, begin_rank_saves
 from scalerl.trainer.ranks.worker import MegatronWorker
+
+# Columns that a loss may need without naming what brings them: `TOKENS`, the old log-probs with the columns of the
+# correction, the advantages with the returns; `update_actor` makes the last one.
+MADE_ON_RANKS = {
+    *(column.name for column in (INPUT_IDS, RESPONSE_MASK, ROLLOUT_LOGPROBS)),
+    *(column.name for column in (OLD_LOGPROBS, ROLLOUT_IS_WEIGHTS, LOSS_MASK, TOKEN_ADVANTAGES, RETURNS)),
+    SELECTED.name,
+}
 
 
 @dataclass(frozen=True)
@@ -53,69 +84,83 @@ class MegatronActor:
         """The token of each sample whose two log-probs differ most (`logprob_mismatch`); {} with bypass_mode."""
         if self.correction.bypass_mode:
             return {}
-        shards = batch.shards("actor", TOKENS, "old_logprobs")
+        shards = batch.shards("actor", TOKENS, OLD_LOGPROBS)
         return self.workers.call(RLWorker.find_worst_tokens, shards).samples
 
     @property
-    def _old_logprobs(self) -> tuple[str, list[str]]:
-        """The name of the token column with the policy's log-probs, and the columns of the batch that hold it."""
-        return ("rollout_logprobs", []) if self.correction.bypass_mode else ("old_logprobs", ["old_logprobs"])
+    def _old_logprobs(self) -> Column[Jagged]:
+        """The token column with the policy's log-probs."""
+        return ROLLOUT_LOGPROBS if self.correction.bypass_mode else OLD_LOGPROBS
+
+    @property
+    def _held_old_logprobs(self) -> list[Column[Jagged]]:
+        """The old log-probs as a column of the batch: none with bypass_mode, where they are among `TOKENS`."""
+        return [] if self.correction.bypass_mode else [OLD_LOGPROBS]
 
     def reward_kl(self, batch: PlacedBatch, kind: str) -> np.ndarray:
         """[S] float64: KL to the reference, summed over the sampled tokens of each sample."""
-        name, held = self._old_logprobs
-        shards = batch.shards("actor", TOKENS, *held, "ref_logprobs")
-        sums = self.workers.call(RLWorker.sum_reward_kl, shards, kind=kind, old_logprobs=name).samples
-        return sums["reward_kl"]
+        shards = batch.shards("actor", TOKENS, *self._held_old_logprobs, REF_LOGPROBS)
+        sums = self.workers.call(RLWorker.sum_reward_kl, shards, kind=kind, old_logprobs=self._old_logprobs).samples
+        return sums[REWARD_KL.name]
 
     def token_advantages(
         self, batch: PlacedBatch, config: AlgorithmConfig, *, kl_coef: float | None
     ) -> tuple[PlacedBatch, Metrics]:
         """Adds advantages and returns of single tokens to the batch. kl_coef: weight of the KL in the rewards."""
-        name, held = self._old_logprobs
-        columns = ["rewards", "reward_failed", *get_adv_estimator(config.adv_estimator).needs]
-        columns += ["values"] if "values" in batch.columns else []
-        columns += [*held, "ref_logprobs"] if kl_coef is not None else []
+        columns = [REWARDS, REWARD_FAILED, *get_adv_estimator(config.adv_estimator).needs]
+        columns += [VALUES] if batch.has(VALUES) else []
+        columns += [*self._held_old_logprobs, REF_LOGPROBS] if kl_coef is not None else []
         metrics, _, columns_made = self.workers.call(
             RLWorker.compute_advantages,
-            batch.shards("actor", TOKENS, *dict.fromkeys(columns)),
+            batch.shards("actor", TOKENS, *columns),
             config=config,
-            kl=None if kl_coef is None else (kl_coef, name),
+            kl=None if kl_coef is None else (kl_coef, self._old_logprobs),
         )
-        if "values" in columns:
+        if batch.has(VALUES):
             metrics = explained_variance_metrics(metrics)
-        return batch.with_column("advantages", "actor", columns_made), metrics
+        return batch.with_column(TOKEN_ADVANTAGES, "actor", columns_made), metrics
 
-    def _made_before(self, batch: PlacedBatch) -> list[str]:
-        """Columns of the batch that an update reads beside its tokens and the old log-probs."""
-        used = ["advantages", *(["ref_logprobs"] if self.config.use_kl_loss else [])]
-        used += SAMPLE_NAMES if SELECTED in policy_loss_needs(self.config.policy_loss.loss_mode) else []
-        return [name for name in used if name in batch.columns or name in batch.samples]
+    def _loss_columns(self, batch: PlacedBatch) -> list[Column | str]:
+        """Columns of the batch that an update reads, apart from its tokens and the old log-probs.
+
+        Raises ValueError for a column that the policy loss needs and the run does not make.
+        """
+        loss_mode = self.config.policy_loss.loss_mode
+        needs = policy_loss_columns(loss_mode)
+        of_loss = [name for name in needs if name not in MADE_ON_RANKS]
+        if missing := [name for name in of_loss if not batch.has(name)]:
+            raise ValueError(
+                f"actor_rollout_ref.actor.policy_loss.loss_mode={loss_mode} needs {', '.join(missing)}, which this run "
+                f"does not make: the batch has {sorted([*batch.samples, *batch.columns])}"
+            )
+        names: list[Column | str] = [TOKEN_ADVANTAGES, *of_loss]
+        names += [REF_LOGPROBS] if self.config.use_kl_loss else []
+        names += SAMPLE_NAMES if SELECTED.name in needs else []
+        return names
 
     def evaluate_and_update(self, batch: PlacedBatch) -> tuple[PlacedBatch, Metrics]:
-        shards = batch.shards("actor", TOKENS, *self._made_before(batch))
+        shards = batch.shards("actor", TOKENS, *self._loss_columns(batch))
         metrics, _, columns = self.workers.call(
             RLWorker.evaluate_and_update_actor,
             shards,
             config=self.config,
             temperature=self.temperature,
-            totals=loss_totals(shards.plan, batch.samples["num_sampled_tokens"]),
+            totals=loss_totals(shards.plan, batch.samples[NUM_SAMPLED_TOKENS.name]),
         )
-        return batch.with_column("old_logprobs", "actor", columns), metrics | self._kl_coef()
+        return batch.with_column(OLD_LOGPROBS, "actor", columns), metrics | self._kl_coef()
 
     def _kl_coef(self) -> Metrics:
         return {"actor/kl_coef": Metric(self.config.kl_loss_coef, "mean")} if self.config.use_kl_loss else {}
 
     def update(self, batch: PlacedBatch) -> Metrics:
-        old_logprobs = [] if self.correction.bypass_mode else ["old_logprobs"]
-        shards = batch.shards("actor", TOKENS, *old_logprobs, *self._made_before(batch))
-        counts = "num_loss_tokens" if "num_loss_tokens" in batch.samples else "num_sampled_tokens"
+        shards = batch.shards("actor", TOKENS, *self._held_old_logprobs, *self._loss_columns(batch))
+        counts = NUM_LOSS_TOKENS if batch.has(NUM_LOSS_TOKENS) else NUM_SAMPLED_TOKENS
         metrics = self.workers.call(
             RLWorker.update_actor,
             shards,
             config=self.config,
             temperature=self.temperature,
-            totals=loss_totals(shards.plan, batch.samples[counts]),
+            totals=loss_totals(shards.plan, batch.samples[counts.name]),
             bypass_mode=self.correction.bypass_mode,
         ).metrics
         return metrics | self._kl_coef()
@@ -131,7 +176,7 @@ class MegatronActor:
 
 
 def _with_old_logprobs(batch: PlacedBatch, made: Collected) -> PlacedBatch:
-    return batch.with_column("old_logprobs", "actor", made.columns).with_samples(**made.samples)
+    return batch.with_column(OLD_LOGPROBS, "actor", made.columns).with_samples(**made.samples)
 
 
 @dataclass(frozen=True)
@@ -147,7 +192,7 @@ class MegatronReference:
     def begin_logprobs(self, batch: PlacedBatch) -> Pass:
         shards = batch.shards("ref", TOKENS)
         made = self.workers.call(RLWorker.compute_ref_log_prob, shards, temperature=self.temperature)
-        return Pass(made, lambda batch, made: batch.with_column("ref_logprobs", "ref", made.columns))
+        return Pass(made, lambda batch, made: batch.with_column(REF_LOGPROBS, "ref", made.columns))
 
 
 @dataclass(frozen=True)
@@ -162,12 +207,12 @@ class MegatronCritic:
 
     def begin_values(self, batch: PlacedBatch) -> Pass:
         made = self.workers.call(RLWorker.compute_values, batch.shards("critic", TOKENS))
-        return Pass(made, lambda batch, made: batch.with_column("values", "critic", made.columns))
+        return Pass(made, lambda batch, made: batch.with_column(VALUES, "critic", made.columns))
 
     def update(self, batch: PlacedBatch) -> Metrics:
-        shards = batch.shards("critic", TOKENS, "values", "advantages")
+        shards = batch.shards("critic", TOKENS, VALUES, TOKEN_ADVANTAGES)
         # What the policy does not learn from was sampled and scored all the same: the critic learns from all of it.
-        totals = loss_totals(shards.plan, batch.samples["num_sampled_tokens"])
+        totals = loss_totals(shards.plan, batch.samples[NUM_SAMPLED_TOKENS.name])
         return self.workers.call(RLWorker.update_critic, shards, config=self.config, totals=totals).metrics
 
     def save(self, directory: str) -> None:
@@ -198,13 +243,13 @@ class MegatronRewardModel:
 
 
 def _scores_of(made: Collected) -> np.ndarray:
-    return made.samples["scores"].astype(np.float64)
+    return made.samples[SCORES.name].astype(np.float64)
 
 
 def _with_scores(batch: PlacedBatch, made: Collected) -> PlacedBatch:
     """The batch with the reward model's scores for samples of reward style "model"."""
-    is_by_model_S = batch.samples["reward_style"] == "model"
-    return batch.with_samples(score=np.where(is_by_model_S, _scores_of(made), batch.samples["score"]))
+    is_by_model_S = batch.samples[REWARD_STYLE.name] == "model"
+    return batch.with_samples(score=np.where(is_by_model_S, _scores_of(made), batch.samples[SCORE.name]))
 
 
 def loss_totals(plan: StepPlan, num_loss_tokens_S: np.ndarray) -> list[dict[str, int]]:

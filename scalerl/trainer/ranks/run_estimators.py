@@ -20,20 +20,34 @@ from scalerl.algorithms import (
     token_keys,
     whiten_selected,
 )
+from scalerl.batch.columns import (
+    OLD_LOGPROBS,
+    PROMPT_UID,
+    REF_LOGPROBS,
+    RESPONSE_MASK,
+    RETURNS,
+    REWARD_FAILED,
+    REWARDS,
+    SAMPLE_INDEX,
+    TOKEN_ADVANTAGES,
+    UID,
+    VALUES,
+    Column,
+)
 from scalerl.batch.data_proto import DataProto, Jagged
 from scalerl.config.schema import AlgorithmConfig, PolicyLossConfig
 from scalerl.tracking.metrics import Metric, explained_variance_sums, token_stat_sums
 
 # What names a sample on every layout.
-SAMPLE_NAMES = ("prompt_uid", "uid", "sample_index")
+SAMPLE_NAMES = (PROMPT_UID, UID, SAMPLE_INDEX)
 
 
-def reward_kl(shard: DataProto, kind: str, *, old_logprobs: str) -> Jagged:
+def reward_kl(shard: DataProto, kind: str, *, old_logprobs: Column[Jagged]) -> Jagged:
     """KL of each sampled token to the reference, 0 at the others.
 
-    old_logprobs: name of the column with the policy's log-probs.
+    old_logprobs: the column with the policy's log-probs.
     """
-    mask, old, ref = (shard.tokens[name] for name in ("response_mask", old_logprobs, "ref_logprobs"))
+    mask, old, ref = shard[RESPONSE_MASK], shard[old_logprobs], shard[REF_LOGPROBS]
     kl_T = kl_penalty_forward(old.values, ref.values, kind)
     return Jagged(torch.where(mask.values != 0, kl_T, 0.0), mask.cu_seqlens)
 
@@ -45,19 +59,24 @@ def sums_of_rows(column: Jagged) -> np.ndarray:
 
 
 def token_advantages(
-    shard: DataProto, config: AlgorithmConfig, kl: tuple[float, str] | None, *, group: dist.ProcessGroup, device: str
+    shard: DataProto,
+    config: AlgorithmConfig,
+    kl: tuple[float, Column[Jagged]] | None,
+    *,
+    group: dist.ProcessGroup,
+    device: str,
 ) -> tuple[dict[str, Metric], DataProto]:
     """Computes columns advantages and returns by an estimator of single tokens, and metrics to merge over the group.
 
-    A sample's reward is that of its last sampled token. kl: (its weight, name of the policy's log-probs), if the
+    A sample's reward is that of its last sampled token. kl: (its weight, column of the policy's log-probs), if the
     KL is subtracted from every token's reward.  device: where collectives run.
     A failed sample is in no mean and variance, the critic learns nothing from it (its returns are its values), and its
     advantages are at most 0, and no lower than the lowest of the other samples.
     """
     estimator = get_adv_estimator(config.adv_estimator)
-    mask = shard.tokens["response_mask"]
-    rewards_S = torch.as_tensor(shard.samples["rewards"].astype(np.float32))
-    failed_T = torch.tensor(shard.samples["reward_failed"], dtype=torch.bool).repeat_interleave(mask.lengths)
+    mask = shard[RESPONSE_MASK]
+    rewards_S = torch.as_tensor(shard[REWARDS].astype(np.float32))
+    failed_T = torch.tensor(shard[REWARD_FAILED], dtype=torch.bool).repeat_interleave(mask.lengths)
     counted_T = (mask.values != 0) & ~failed_T
     rewards_T = rewards_at_last_token(rewards_S, mask.values, mask.cu_seqlens)
     if kl is not None:
@@ -72,17 +91,17 @@ def token_advantages(
     lowest = torch.cat([advantages_T.new_zeros(1), advantages_T[counted_T]]).amin().to(device)
     dist.all_reduce(lowest, dist.ReduceOp.MIN, group=group)
     advantages_T = torch.where(failed_T, advantages_T.clamp(lowest.cpu(), lowest.new_zeros(()).cpu()), advantages_T)
-    if "values" in columns:
-        returns_T = torch.where(failed_T & (mask.values != 0), columns["values"], returns_T)
-    stats = {"advantages": advantages_T, "returns": returns_T}
-    metrics = {}
-    if "values" in columns:
-        metrics |= explained_variance_sums(columns["values"], returns_T, counted_T)
-        stats["values"] = columns["values"]
-    for name, values_T in stats.items():
-        metrics |= token_stat_sums(f"critic/{name}", values_T, mask.values)
-    token_columns = {"advantages": advantages_T, "returns": returns_T}
-    return metrics, DataProto({name: Jagged(values_T, mask.cu_seqlens) for name, values_T in token_columns.items()})
+    values_T = columns.get(VALUES.name)
+    if values_T is not None:
+        returns_T = torch.where(failed_T & (mask.values != 0), values_T, returns_T)
+    made = {TOKEN_ADVANTAGES.name: advantages_T, RETURNS.name: returns_T}
+    stats, metrics = dict(made), {}
+    if values_T is not None:
+        metrics |= explained_variance_sums(values_T, returns_T, counted_T)
+        stats[VALUES.name] = values_T
+    for name, column_T in stats.items():
+        metrics |= token_stat_sums(f"critic/{name}", column_T, mask.values)
+    return metrics, DataProto({name: Jagged(column_T, mask.cu_seqlens) for name, column_T in made.items()})
 
 
 def _column(shard: DataProto, name: str) -> Tensor:
@@ -96,17 +115,17 @@ def selected_tokens_column(
     config: PolicyLossConfig,
     totals: list[dict[str, int]],
     *,
-    mask: str,
+    mask: Column[Jagged],
     group: dist.ProcessGroup,
     device: str,
 ) -> Jagged:
     """Marks the tokens that clip_cov and kl_cov single out in mini-batches of all ranks (`covariance.select_tokens`).
 
-    micro_batches[mini-batch][micro-batch]: positions in the shard's rows.  mask: name of the loss tokens' column.
+    micro_batches[mini-batch][micro-batch]: positions in the shard's rows.  mask: the column of the loss tokens.
     """
-    masks = shard.tokens[mask]
-    names = zip(*(shard.samples[name].tolist() for name in SAMPLE_NAMES), strict=True)
-    old_logprobs, advantages = shard.tokens["old_logprobs"].values, shard.tokens["advantages"].values
+    masks = shard[mask]
+    names = zip(*(shard[name].tolist() for name in SAMPLE_NAMES), strict=True)
+    old_logprobs, advantages = shard[OLD_LOGPROBS].values, shard[TOKEN_ADVANTAGES].values
     keys_T = token_keys(list(names), masks.cu_seqlens)
     selected_T = torch.zeros(len(masks.values), dtype=torch.bool)
     for mini_batch, total in zip(micro_batches, totals, strict=True):

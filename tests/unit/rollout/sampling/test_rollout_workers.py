@@ -24,7 +24,7 @@ from scalerl.cluster.batch import HeldRows, PlacedBatch, TokenColumn
 from scalerl.rollout.sampling.dump import even_ranges
 from scalerl.rollout.sampling.early_ends import EarlyEndCount
 from scalerl.rollout.sampling.groups import EarlyEnd, SampleGroup
-from scalerl.rollout.sampling.held_batches import TRAINED_COLUMNS
+from scalerl.rollout.sampling.held_batches import DUMPED_COLUMNS
 from scalerl.rollout.sampling.rollout_workers import (
     MAX_DUMP_FILES,
     RANKS_PER_CALL,
@@ -167,6 +167,9 @@ def test_workers_are_asked_side_by_side() -> None:
     ]
 
 
+TRAINED_COLUMNS = ("input_ids", "response_mask", "rollout_logprobs")
+
+
 class Holder:
     """Of a worker: its own methods that hand tokens out, called at once. calls: how often they were; returned: objects
     that they returned; fetched: rows of other processes' objects among their arguments."""
@@ -195,7 +198,7 @@ class Holder:
 def ids(rows: Sequence[int]) -> DataProto:
     """Token columns of the step's rows: row 3 has three tokens 3."""
     column = Jagged.from_list([torch.full((row,), row) for row in rows], torch.int64)
-    return DataProto(dict.fromkeys((*TRAINED_COLUMNS, "policy_versions"), column))
+    return DataProto(dict.fromkeys((*TRAINED_COLUMNS, *DUMPED_COLUMNS), column))
 
 
 @settings(deadline=None)
