@@ -37,6 +37,7 @@ def train(model_path: str, sizes: dict[str, int], max_tokens_per_micro_batch: in
     """
     from scalerl.algorithms import PolicyObjective
     from scalerl.batch import plan_step
+    from scalerl.batch.columns import RESPONSE_MASK
     from scalerl.batch.data_proto import DataProto, Jagged
     from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig, PolicyLossConfig
     from scalerl.parallel.engine import MegatronEngine
@@ -92,7 +93,7 @@ def train(model_path: str, sizes: dict[str, int], max_tokens_per_micro_batch: in
         given = shard
         if name in SELECTING:
             column = selected_tokens_column(
-                shard, [micro_batches], config.policy_loss, [total], mask="response_mask", group=groups.dp, device="cpu"
+                shard, [micro_batches], config.policy_loss, [total], mask=RESPONSE_MASK, group=groups.dp, device="cpu"
             )
             selected[name] = {row: column[at].tolist() for at, row in enumerate(mine)}
             given = shard.union(DataProto({"selected": column}))

@@ -223,3 +223,47 @@ def test_what_is_wrong_with_ones_own_files_is_told_before_anything_starts(
     given = ["trainer.import_files=[my_algorithms.py]", "algorithm.adv_estimator=medain"]
     violations = numbered(refused(kept.train(inputs.overrides(tmp_path / "run", *given))))
     only(violations, "algorithm.adv_estimator='medain'", "Did you mean 'median'?", "trainer.import_files")
+
+
+LOSS = """
+from scalerl.algorithms import register_policy_loss
+
+@register_policy_loss("of_columns", needs=("ref_logprobs", "index", "sample_index"))
+def of_columns(logprobs_T, old_logprobs_T, advantages_T, config, *, ref_logprobs, index, sample_index):
+    ratio_T = (logprobs_T - old_logprobs_T).exp()
+    metrics = {"from_reference": (old_logprobs_T - ref_logprobs).abs(), "index": index, "sample_index": sample_index}
+    return -advantages_T * ratio_T, {f"my/{name}": column.float() for name, column in metrics.items()}
+"""
+
+
+@pytest.mark.parametrize("size", [PROMPTS, PROMPTS // 2])
+def test_a_loss_gets_columns_by_name(inputs: Inputs, kept: Kept, tmp_path: Path, size: int) -> None:
+    """A reference without any KL, a number of the data (extra_info.index), and a column of samples, on its tokens.
+
+    size: with one update a step there is no separate pass for the old log-probs."""
+    (tmp_path / "own.py").write_text(LOSS)
+    overrides = [
+        f"trainer.import_files=[{tmp_path / 'own.py'}]",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=of_columns",
+        "actor_rollout_ref.actor.use_kl_loss=false",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={size}",
+        "trainer.total_training_steps=2",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=0",
+    ]
+    own_keys = ["my/from_reference", "my/index", "my/sample_index"]
+    finished = kept.train(inputs.overrides(tmp_path / "run", *overrides), own_keys=own_keys)
+    assert finished.code == 0, finished.tail()
+    logged = Record.read(tmp_path / "run").final
+    for step in (1, 2):
+        rows = pq.read_table(tmp_path / "run" / "rollouts" / f"step_{step}.parquet").to_pylist()
+        updates = sorted({row["mini_batch"] for row in rows})
+        for name in ("index", "sample_index"):
+            means = []
+            for update in updates:
+                mine = [(row[name], row["num_sampled_tokens"]) for row in rows if row["mini_batch"] == update]
+                means.append(sum(value * count for value, count in mine) / sum(count for _, count in mine))
+            assert logged[step][f"my/{name}"] == pytest.approx(sum(means) / len(updates), rel=1e-5)
+    # The model began as its reference.
+    assert logged[1]["my/from_reference"] == pytest.approx(0.0, abs=1e-5)
+    assert logged[2]["my/from_reference"] > 1e-4

@@ -10,8 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalerl.algorithms.losses import LOSS_AGG_MODES
+from scalerl.algorithms import losses
+from scalerl.algorithms.losses import LOSS_AGG_MODES, register_policy_loss
 from scalerl.algorithms.objectives import PolicyObjective, SFTObjective
+from scalerl.config import PPOConfig
+from scalerl.config.model_specs import uses_reference
+from scalerl.config.registered_names import REFERENCE_LOSSES
 from scalerl.config.schema import ActorConfig, PolicyLossConfig
 
 LENGTHS = [5, 2, 7, 1, 4, 3]
@@ -53,6 +57,12 @@ def config_of(mode: str) -> ActorConfig:
         kl_loss_coef=0.1,
         clip_ratio_c=1.5,
     )
+
+
+def with_loss(loss_mode: str) -> PPOConfig:
+    config = PPOConfig()
+    config.actor_rollout_ref.actor.policy_loss.loss_mode = loss_mode
+    return config
 
 
 def run(objective, parts: list[list[dict[str, torch.Tensor]]], pack=None):
@@ -354,3 +364,31 @@ def test_sft_is_the_cross_entropy():
         total, metric = total + loss.item(), metric + metrics["train/loss"].item()
     assert total == metric == pytest.approx(want.item(), rel=1e-6)
     torch.testing.assert_close(logits.grad, want_gradient, rtol=1e-6, atol=1e-9)
+
+
+def test_a_loss_gets_the_columns_that_it_names() -> None:
+    """Log-probs of the reference without a KL loss, and a column that no other loss knows, with trailing dimensions."""
+    seen = {}
+
+    def towards(logprobs_T, old_logprobs_T, advantages_T, config, *, ref_logprobs, experts):
+        seen.update(ref_logprobs=ref_logprobs, experts=experts)
+        return ref_logprobs - logprobs_T, {}
+
+    register_policy_loss("towards", needs=("ref_logprobs", "experts"))(towards)
+    try:
+        config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="towards"))
+        objective = PolicyObjective(config, *counts(sequences(0)))
+        assert objective.token_columns == ("old_logprobs", "advantages", "response_mask", "ref_logprobs", "experts")
+        assert uses_reference(with_loss("towards")) and not uses_reference(with_loss("vanilla"))
+        logprobs, _, columns = packed(sequences(0))
+        with pytest.raises(ValueError, match=r"lacks columns \['experts'\]"):
+            objective(logprobs, None, columns)
+        columns["experts"] = torch.arange(1, 1 + 4 * len(logprobs)).view(-1, 2, 2)
+        loss, _ = objective(logprobs, None, columns)
+    finally:
+        losses._REGISTRY._forget("towards")
+        REFERENCE_LOSSES.discard("towards")
+    kept = columns["response_mask"]
+    assert torch.equal(seen["experts"][kept], columns["experts"][kept]) and not seen["experts"][~kept].any()
+    mean = (columns["ref_logprobs"] - logprobs)[kept].mean()
+    assert loss == pytest.approx(float(mean)) and not seen["ref_logprobs"][~kept].any()

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scalerl.batch.columns import INPUT_IDS, OLD_LOGPROBS, ROUTED_EXPERTS, UID
 from scalerl.batch.data_proto import DataProto, Jagged, cu_seqlens_of
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=8)
@@ -138,3 +139,36 @@ def test_columns_have_the_same_number_of_rows() -> None:
 
 def test_an_empty_batch_has_no_rows() -> None:
     assert len(DataProto()) == 0
+
+
+def with_own_shapes() -> DataProto:
+    """Experts of each token, and pictures, whose patches have nothing to do with the tokens; row 1 has no picture."""
+    experts = [torch.arange(length * 6, dtype=torch.int32).view(length, 2, 3) for length in (3, 1, 2)]
+    patches = [torch.full((count, 4), float(count)) for count in (5, 0, 7)]
+    return batch_of([3, 1, 2]).union(
+        DataProto(
+            {
+                "routed_experts": Jagged.from_list(experts, torch.int32),
+                "patches": Jagged.from_list(patches, torch.float32, per_token=False),
+            }
+        )
+    )
+
+
+def test_a_column_has_a_shape_of_its_own() -> None:
+    batch = with_own_shapes()
+    halves = [batch.select([2]), batch.select([1, 0])]
+    joined = DataProto.concat([pickle.loads(pickle.dumps(half)) for half in halves])
+    for name, column in joined.tokens.items():
+        assert column.per_token == (name != "patches")
+        for row, before in enumerate([2, 1, 0]):
+            assert torch.equal(column[row], batch.tokens[name][before])
+    assert joined[ROUTED_EXPERTS].values.shape == (6, 2, 3) and joined.tokens["patches"].values.shape == (12, 4)
+    assert batch.select([1]).tokens["patches"].values.shape == (0, 4)
+
+
+def test_a_column_is_asked_for_by_what_it_is() -> None:
+    batch = with_own_shapes()
+    assert batch[INPUT_IDS] is batch.tokens["input_ids"] and batch[UID] is batch.samples["uid"]
+    with pytest.raises(KeyError, match=r"no old_logprobs \[T\]; it has .*'patches'"):
+        batch[OLD_LOGPROBS]

@@ -135,3 +135,10 @@ def test_results_about_tokens_pass_the_gradient() -> None:
     values = torch.arange(5.0, requires_grad=True)
     (packed.to_described_token(values) * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])).sum().backward()
     assert values.grad.tolist() == [2.0, 0.0, 4.0, 5.0, 0.0]
+
+
+def test_a_column_with_other_lengths_goes_along_with_its_rows() -> None:
+    patches = Jagged.from_list([torch.full((row, 2), float(row)) for row in range(3)], torch.float32, per_token=False)
+    packed = pack_rows(batch_of([2, 3, 4]).union(DataProto({"patches": patches})), [2, 0], device="cpu")
+    assert packed.columns.keys() == {"input_ids", "advantages"}
+    assert [row.tolist() for row in packed.inputs["patches"]] == [[[2.0, 2.0]] * 2, []]

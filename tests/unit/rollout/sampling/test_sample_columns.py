@@ -6,12 +6,13 @@ import dataclasses
 
 import pytest
 
+from scalerl.batch.columns import COLUMNS
 from scalerl.batch.data_proto import DataProto
 from scalerl.data import PromptRow
 from scalerl.rewards.manager import ScoreResult
 from scalerl.rollout.program import Trajectory
 from scalerl.rollout.sampling.draws import sampling_of
-from scalerl.rollout.sampling.sample_columns import to_batch
+from scalerl.rollout.sampling.sample_columns import numbers_of, to_batch
 from scalerl.rollout.servers.client import GenerateOutput, SamplingParams
 
 
@@ -76,11 +77,6 @@ def test_token_columns() -> None:
         [-1, -1, 4, -1, -1, 5, 5],
         [-1, -1, -1],
     ]
-    assert [str(tokens[name].values.dtype) for name in ("input_ids", "response_mask", "rollout_logprobs")] == [
-        "torch.int64",
-        "torch.bool",
-        "torch.float32",
-    ]
 
 
 def test_sample_columns() -> None:
@@ -109,3 +105,20 @@ def test_sample_columns() -> None:
     assert samples["score"].dtype == "float64"
     # Strings as objects: numpy's fixed-width strings would be as wide as the longest.
     assert all(samples[name].dtype == object for name in ("finish_reason", "data_source", "reward_extra"))
+
+
+def test_the_columns_are_those_of_the_table_with_their_dtypes() -> None:
+    made = batch()
+    dtypes = {name: str(column.values.dtype).removeprefix("torch.") for name, column in made.tokens.items()}
+    dtypes |= {name: str(column.dtype) for name, column in made.samples.items()}
+    assert dtypes == {name: COLUMNS[name].dtype for name in dtypes}
+    assert all(COLUMNS[name].shape == "T" for name in made.tokens) and COLUMNS["uid"].shape == "S"
+
+
+def test_a_loss_gets_numbers_of_the_reward_function_or_of_the_data() -> None:
+    weighted = dataclasses.replace(prompt(30, [1]), extra_info={"weight": 0.5, "level": "hard"})
+    results = [ScoreResult(1.0, {"weight": 2}), ScoreResult(0.0, {}), ScoreResult(0.0, {}, error="raised")]
+    assert numbers_of("weight", [weighted, weighted, prompt(10, [1])], results).tolist() == [2.0, 0.5, 0.0]
+    for name in ("level", "price"):
+        with pytest.raises(ValueError, match=rf"prompt 30: .*{name}.*\['acc'\].*\['level', 'weight'\]"):
+            numbers_of(name, [weighted], [ScoreResult(1.0, {"acc": 1})])

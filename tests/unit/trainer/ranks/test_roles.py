@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
+from scalerl.algorithms import losses, register_policy_loss
 from scalerl.batch import StepPlan
 from scalerl.cluster.batch import TOKENS, PlacedBatch, ShardedBatch
 from scalerl.cluster.dispatch import Collected, Future, registration_of
+from scalerl.config.registered_names import REFERENCE_LOSSES
 from scalerl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, PolicyLossConfig
 from scalerl.trainer.ranks.roles import (
     MegatronActor,
@@ -96,3 +99,26 @@ def test_an_update_gets_the_advantages_and_what_its_loss_needs(
     actor.update(of_tokens)
     MegatronCritic(ranks, CriticConfig()).update(of_tokens)
     assert ranks.got == [{"advantages"} | names, names, set()]
+
+
+@pytest.fixture
+def own_loss() -> Iterator[str]:
+    def loss(logprobs_T: Any, old_logprobs_T: Any, advantages_T: Any, config: Any, **columns: Any) -> Any: ...
+
+    needs = ("ref_logprobs", "weight", "sequences", "rollout_logprobs", "old_logprobs", "returns")
+    register_policy_loss("of_columns", needs=needs)(loss)
+    yield "of_columns"
+    losses._REGISTRY._forget("of_columns")
+    REFERENCE_LOSSES.discard("of_columns")
+
+
+def test_a_loss_gets_the_columns_that_it_names(ranks: Any, batch: PlacedBatch, own_loss: str) -> None:
+    """Without use_kl_loss; others come with the tokens, the old log-probs and the advantages."""
+    actor = MegatronActor(ranks, ActorConfig(policy_loss=PolicyLossConfig(loss_mode=own_loss)), 1.0)
+    batch = batch.with_column("old_logprobs", "actor", ("0", "1")).with_samples(advantages=np.zeros(4))
+    with pytest.raises(ValueError, match=rf"policy_loss.loss_mode={own_loss} needs ref_logprobs, weight, which"):
+        actor.update(batch)
+    batch = batch.with_column("ref_logprobs", "ref", ("2", "3")).with_samples(weight=np.ones(4))
+    actor.update(batch)
+    actor.evaluate_and_update(batch)
+    assert ranks.got == [{"advantages", "weight"}] * 2

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from scalerl.batch.columns import OLD_LOGPROBS, RESPONSE_MASK
 from scalerl.batch.data_proto import DataProto, Jagged
 from scalerl.config.schema import AlgorithmConfig, PolicyLossConfig
 from scalerl.tracking.metrics import explained_variance_metrics, to_floats
@@ -45,15 +46,15 @@ def shard() -> DataProto:
 
 
 def test_kl_of_each_row():
-    kl = reward_kl(shard(), "k1", old_logprobs="old_logprobs")
+    kl = reward_kl(shard(), "k1", old_logprobs=OLD_LOGPROBS)
     assert kl.values.tolist() == [0, 0.5, -1.0, 0, 0, 0, -2.0, 0, 1.0, 0, 0]
     assert sums_of_rows(kl).tolist() == [-0.5, -1.0, 0.0]
-    assert sums_of_rows(reward_kl(shard(), "abs", old_logprobs="old_logprobs")).tolist() == [1.5, 3.0, 0.0]
+    assert sums_of_rows(reward_kl(shard(), "abs", old_logprobs=OLD_LOGPROBS)).tolist() == [1.5, 3.0, 0.0]
 
 
 def test_the_kl_is_taken_off_every_token_and_the_score_comes_last(group):
     config = AlgorithmConfig(adv_estimator="reinforce_plus_plus", gamma=0.5, kl_penalty="k1")
-    metrics, columns = token_advantages(shard(), config, (0.1, "old_logprobs"), group=group, device="cpu")
+    metrics, columns = token_advantages(shard(), config, (0.1, OLD_LOGPROBS), group=group, device="cpu")
     # Rewards: -0.05, 0.1, 1.0 and 0.2, -0.6.
     first = [-0.05 + 0.5 * (0.1 + 0.5), 0.1 + 0.5, 1.0]
     second = [0.2 - 0.3, -0.6]
@@ -145,7 +146,7 @@ def test_covariance_is_of_each_mini_batch_by_itself(group):
 
     def selected(mini_batches, totals):
         column = selected_tokens_column(
-            batch, mini_batches, config, totals, mask="response_mask", group=group, device="cpu"
+            batch, mini_batches, config, totals, mask=RESPONSE_MASK, group=group, device="cpu"
         )
         return column.values.nonzero().squeeze(1).tolist()
 
