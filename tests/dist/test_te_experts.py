@@ -27,7 +27,7 @@ from tests.dist.test_experts import ABSOLUTE, RELATIVE, VOCAB_SIZE, Rank
 from tests.lanes import full
 from tests.tiny_models import make_tiny_model
 
-# Arguments of Layout. With tp 2 and etp 1 megatron's own marks of these layers are wrong (docs/models.md).
+# Arguments of Layout. With tp 2 and etp 1 megatron's own marks of these layers are wrong (docs/architecture.md).
 LAYOUTS: dict[str, dict[str, int]] = {
     "one": {"world_size": 1},
     "tp2": {"world_size": 2, "tp_size": 2},

@@ -137,24 +137,6 @@ def test_padded_micro_batches() -> None:
     assert padded_update.padded_micro_batches(lengths, 20, shortest=9) == [([0, 1], 9), ([2, 3], 9), ([4, 5], 9)]
 
 
-@pytest.mark.parametrize(
-    ("names", "category"),
-    [
-        (["aten::mm", "aten::linear"], "gemm"),
-        (["aten::bmm", "aten::scaled_dot_product_attention"], "attention"),
-        (["aten::mul_", "Optimizer.step#AdamW.step"], "optimizer"),
-        (["c10d::allreduce_"], "communication"),
-        (["ncclDevKernel_ReduceScatter_Sum_f32_RING_LL"], "communication"),
-        (["nvjet_tst_128x256_64x4_1x2_h_bz_NTT"], "gemm"),
-        (["flash_fwd_kernel", "aten::_flash_attention_forward"], "attention"),
-        (["aten::mm", "_LinearLogprobsBackward"], "vocabulary head"),
-        (["aten::mul", "aten::silu"], "other"),
-    ],
-)
-def test_categories_of_time(names: list[str], category: str) -> None:
-    assert time_shares.category_of(names) == category
-
-
 def test_the_vocabulary_head_is_found_in_a_profile() -> None:
     """Forward and backward, by the name of the trainer's own function in autograd; the body's product is not it."""
     hidden, body, head = (torch.randn(size, requires_grad=True) for size in ((64, 32), (32, 32), (96, 32)))
@@ -368,43 +350,6 @@ def test_a_failing_trainer_is_reported_in_its_own_words(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "data.no_such_key" in done.stderr
     assert not (tmp_path / "result.json").exists()
-
-
-def learning_run(name: str, seed: int, validations: dict[int, float]) -> dict[str, Any]:
-    rewards_by_step = {str(step): value for step, value in validations.items()}
-    return {"settings": {"algorithm": name, "seed": seed}, **algorithms.outcome(rewards_by_step)}
-
-
-def test_learning_table(tmp_path: Path) -> None:
-    """Of finished runs; the runs themselves take hours."""
-    goal = algorithms.GOAL
-    runs = [
-        # Reached, lost again and reached at the end: the first time counts; steps are numbers, not texts.
-        learning_run("grpo", 0, {0: 0.1, 5: goal, 10: 0.5, 100: 0.9}),
-        learning_run("grpo", 1, {0: 0.3, 5: 0.2, 10: 0.8, 100: 0.8}),
-        learning_run("ppo", 0, {0: 0.1, 100: 0.6}),
-    ]
-    summaries = algorithms.summarize(runs)
-    assert summaries["grpo"]["steps_to_goal"] == [5, 10] and summaries["grpo"]["steps_to_goal_median"] == 7.5
-    assert summaries["grpo"]["final_mean"] == pytest.approx(0.85) and summaries["grpo"]["first"] == pytest.approx(0.2)
-    assert summaries["ppo"]["steps_to_goal_median"] is None
-    text = algorithms.table(summaries)
-    assert "| grpo | 2 | 0.200 | 0.850 | 0.900, 0.800 | 7.5 | 5, 10 |" in text.splitlines()
-    assert "| ppo | 1 | 0.100 | 0.600 | 0.600 | - | - |" in text.splitlines()
-    page = tmp_path / "algorithms.md"
-    page.write_text(algorithms.DOCS.read_text(encoding="utf-8"), encoding="utf-8")
-    for _ in range(2):
-        algorithms.write_docs(page, text)
-    before, after = (
-        path.read_text(encoding="utf-8").partition(algorithms.BEGIN)[::2] for path in (algorithms.DOCS, page)
-    )
-    assert before[0] == after[0] and after[1].partition(algorithms.END)[0].strip() == text
-    assert before[1].partition(algorithms.END)[2] == after[1].partition(algorithms.END)[2]
-
-
-def test_learning_runs_of_known_recipes() -> None:
-    assert {"ppo", "grpo", "rloo", "reinforce_plus_plus"} <= set(algorithms.known())
-    assert algorithms.recipes_of(algorithms.ALGORITHMS["dapo"]) == ["dapo"]
 
 
 def test_a_finished_learning_run_is_not_run_again(tmp_path: Path) -> None:

@@ -9,8 +9,6 @@ import sys
 import zipfile
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
 DEFINITION = (ROOT / "docker" / "scalerl.def").read_text(encoding="utf-8")
@@ -76,14 +74,3 @@ def test_what_is_copied_builds_a_package_with_all_its_files(tmp_path: Path) -> N
     with zipfile.ZipFile(wheel) as packed:
         missing = {str(file) for file in files if "__pycache__" not in file.parts} - set(packed.namelist())
     assert missing == set()
-
-
-@pytest.mark.parametrize(("variables", "gpus"), [([], "1"), (["DEVICES=8"], "8")])
-def test_make_quickstart_gpu_probes_first(variables: list[str], gpus: str) -> None:
-    command = ["make", "-n", "quickstart-gpu", "GPU_PYTHON=python", *variables]
-    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    commands = [line for line in out if line.startswith("python ")]
-    assert commands == [
-        "python -m scalerl.cli doctor --gpu",
-        f"python examples/arithmetic/quickstart.py --gpus {gpus} --out outputs/quickstart-gpu",
-    ]

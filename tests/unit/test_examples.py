@@ -22,22 +22,6 @@ def test_it_composes(name: str) -> None:
     assert cfg.trainer.experiment_name == name
 
 
-def test_what_the_algorithms_differ_in() -> None:
-    grpo, ppo, dapo = (
-        compose("ppo", ["--config-dir", str(ARITHMETIC), "--config-name", name, *NEEDED["ppo"]])
-        for name in ("grpo", "ppo", "dapo")
-    )
-    assert (grpo.algorithm.adv_estimator, ppo.algorithm.adv_estimator, dapo.algorithm.adv_estimator) == (
-        "grpo",
-        "gae",
-        "grpo",
-    )
-    assert dapo.algorithm.filter_groups.enable and dapo.actor_rollout_ref.actor.clip_ratio_high == 0.28
-    assert dapo.reward_model.reward_manager == "dapo" and not dapo.actor_rollout_ref.actor.use_kl_loss
-    # The task's sizes, not the recipe's.
-    assert dapo.data.max_response_length == grpo.data.max_response_length == 8
-
-
 @pytest.mark.parametrize("gpus", [1, 2, 8])
 def test_quickstart_on_gpus_has_no_mistake_that_needs_none_to_see(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ARITHMETIC)
