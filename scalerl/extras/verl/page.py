@@ -11,11 +11,12 @@ from scalerl.extras.verl.keys.table import Row, rows_of
 
 
 def key_tables() -> str:
-    """Makes the markdown of both tables, of training and of what fine-tuning has besides."""
+    """Makes the markdown of two sections with a table each: keys of training, and what else fine-tuning has."""
     rows = {kind: {row.key: row for row in rows_of(kind)} for kind in ("ppo", "sft")}
     of_sft = [row for key, row in rows["sft"].items() if key not in rows["ppo"]]
     head = "`*` is one part of a key, `**` the rest, `{a, b}` either; `...` what a pattern has there.\n"
-    return f"{head}\n{_table(rows['ppo'].values())}\n\n## Keys of fine-tuning\n\n{_table(of_sft)}\n"
+    training, tuning = _table(rows["ppo"].values()), _table(of_sft)
+    return f"{head}\n## Keys of training\n\n{training}\n\n## Further keys of fine-tuning\n\n{tuning}\n"
 
 
 def _table(rows: Iterable[Row]) -> str:
