@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 
@@ -16,7 +17,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from scalerl.config.schema import MegatronConfig, OptimConfig
 from scalerl.errors import UserError
-from scalerl.extras.verl.keys.overrides import OWNED, SAME_NAME
+from scalerl.extras.verl.keys.table import rows_of
 from scalerl.models import ModelShape
 from scalerl.parallel.layout import Layout
 from scalerl.parallel.megatron_overrides import (
@@ -86,10 +87,11 @@ def test_names_become_members_and_types():
 def test_what_is_said_to_be_set_elsewhere_is_a_field_of_megatron(kind: str, owner: type):
     # Of Megatron's command line or of MindSpeed, not of its config.
     foreign = {"use_flash_attn", "position_embedding_type", "keep_mtp_spec_in_bf16", "mtp_use_repeated_layer"}
-    names = {name for name in OWNED[kind] if not name.startswith("use_fused_")} - foreign
-    assert names <= set(get_type_hints(owner))
-    if kind == "transformer":
-        assert set(SAME_NAME) - {"use_distributed_optimizer"} <= set(get_type_hints(owner))
+    foreign |= {"use_distributed_optimizer"}
+    patterns = [row.key for row in rows_of("ppo") if f".override_{kind}_config." in row.key]
+    fields = {name for pattern in patterns for name in re.findall(r"\w+", pattern.rpartition("_config.")[2])}
+    names = {name for name in fields if not name.startswith("use_fused_")} - foreign
+    assert names and names <= set(get_type_hints(owner))
 
 
 def config_of(*, dtype: str = "bfloat16", **override: Any) -> Any:

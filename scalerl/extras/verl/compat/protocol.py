@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from scalerl.base.whole_file import whole_file
 from scalerl.batch import data_proto as protocol
 from scalerl.batch.data_proto import Jagged
 from scalerl.extras.verl.compat.jagged_columns import (
@@ -26,7 +28,15 @@ from scalerl.extras.verl.compat.jagged_columns import (
     select_rows,
     unpadded,
 )
-from scalerl.extras.verl.compat.plain_file import read_plain_file, write_plain_file
+
+_PLAIN = (bool, int, float, str, bytes, type(None))
+# What torch's reader of files that run nothing must know of numpy.
+_OF_NUMPY: list[Any] = [
+    np.ndarray,
+    np.dtype,
+    *(kind for name in np.dtypes.__all__ if isinstance(kind := getattr(np.dtypes, name), type)),
+    *(np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0]),
+]
 
 
 class Batch(dict[str, Column]):
@@ -203,12 +213,20 @@ class DataProto:
             for name, column in self.batch.items()
         }
         content = {"batch": batch, "non_tensor_batch": self.non_tensor_batch, "meta_info": self.meta_info}
-        write_plain_file(content, filepath)
+        _check_plain(content, "")
+        with whole_file(filepath) as file:
+            torch.save(content, file)
 
     @staticmethod
     def load_from_disk(filepath: str | Path) -> DataProto:
         """Loads a batch from a file, of which nothing is run. Raises ValueError where it holds no DataProto."""
-        content = read_plain_file(filepath)
+        try:
+            with torch.serialization.safe_globals(_OF_NUMPY):
+                content = torch.load(filepath, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
+            raise ValueError(
+                f"{filepath}: not a file of tensors, arrays and plain values: {str(error).splitlines()[0]}"
+            ) from None
         if not isinstance(content, dict) or set(content) != {"batch", "non_tensor_batch", "meta_info"}:
             raise ValueError(f"{filepath}: holds no DataProto")
         batch = {
@@ -534,6 +552,22 @@ def _parts_of(batch: Any) -> tuple[Mapping[str, Column], dict[str, np.ndarray], 
         else:
             meta[name] = value.data
     return columns, arrays, meta
+
+
+def _check_plain(value: Any, place: str) -> None:
+    """Raises ValueError, naming its place, for a value that a file which runs nothing cannot hold."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _check_plain(key, f"{place}: key {key!r}")
+            _check_plain(inner, f"{place}[{key!r}]")
+    elif isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == object):
+        for number, inner in enumerate(value):
+            _check_plain(inner, f"{place}[{number}]")
+    elif not isinstance(value, Tensor | np.ndarray | np.generic) and type(value) not in _PLAIN:
+        raise ValueError(
+            f"{place} is a {type(value).__name__}: only tensors, arrays, numbers, texts, lists and dicts are saved; "
+            "drop or convert it"
+        )
 
 
 def _check_of_verl(num_batch_dims: int, auto_padding: bool) -> None:

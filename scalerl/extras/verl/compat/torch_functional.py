@@ -6,22 +6,14 @@ A run of scalerl uses `parallel.logprobs` (which never has whole logits), `algor
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from scalerl.algorithms.masked import WHITEN_EPS, masked_mean, masked_var
 
 __all__ = ["get_constant_schedule_with_warmup", "logprobs_from_logits", "masked_mean", "masked_whiten"]
-
-# Elements of one float32 working copy of the logits: 256 MiB.
-_CHUNK_ELEMENTS = 1 << 26
 
 
 def get_constant_schedule_with_warmup(optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1) -> LambdaLR:
@@ -48,55 +40,12 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
     """The log-probability of the label at every position: log softmax(logits)[label].
 
     logits: [..., V] float.  labels: [...] int64 in [0, V).  Returns [...] float32 (float64 for float64 logits).
-    Works on float32 copies of a few rows at a time: no second [..., V] tensor in the forward pass.
-    inplace_backward: where flash-attn is installed the gradient overwrites `logits`, which saves one [..., V] tensor;
-    autograd raises when another operation still needs them. Without flash-attn, and for a leaf of the graph, `logits`
-    are not changed.
+    inplace_backward: is taken as verl takes it, and changes nothing: `logits` are never overwritten.
     Raises ValueError when the shapes do not match.
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
             f"labels {tuple(labels.shape)} must have the shape of logits {tuple(logits.shape)} less the last dim"
         )
-    in_place = inplace_backward and not logits.is_leaf and _has_flash_attn()
-    return _LabelLogprobs.apply(logits, labels, in_place)
-
-
-@functools.cache
-def _has_flash_attn() -> bool:
-    return importlib.util.find_spec("flash_attn") is not None
-
-
-class _LabelLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, inplace_backward: bool) -> Tensor:
-        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        flat_labels = labels.reshape(-1, 1)
-        logsumexp = torch.empty(labels.numel(), dtype=dtype, device=logits.device)
-        logprobs = torch.empty_like(logsumexp)
-        rows = logits.reshape(-1, logits.shape[-1])
-        for part in _row_chunks(rows):
-            chunk = rows[part].to(dtype)
-            logsumexp[part] = torch.logsumexp(chunk, dim=-1)
-            logprobs[part] = chunk.gather(1, flat_labels[part]).squeeze(1) - logsumexp[part]
-        ctx.save_for_backward(logits, labels, logsumexp)
-        ctx.inplace_backward = inplace_backward
-        return logprobs.view(labels.shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        logits, labels, logsumexp = ctx.saved_tensors
-        rows, flat_labels, flat_grad = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1, 1), grad.reshape(-1, 1)
-        out = rows if ctx.inplace_backward else torch.empty_like(rows)
-        for part in _row_chunks(rows):
-            # d logprob / d logits = onehot(label) - softmax(logits)
-            chunk = (rows[part].to(logsumexp.dtype) - logsumexp[part, None]).exp_().mul_(-flat_grad[part])
-            chunk.scatter_add_(1, flat_labels[part], flat_grad[part])
-            out[part] = chunk.to(out.dtype)
-        return out.view(logits.shape), None, None
-
-
-def _row_chunks(rows: Tensor) -> list[slice]:
-    size = max(1, _CHUNK_ELEMENTS // max(1, rows.shape[1]))
-    return [slice(start, start + size) for start in range(0, rows.shape[0], size)]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits.gather(-1, labels[..., None]).squeeze(-1) - logits.logsumexp(-1)

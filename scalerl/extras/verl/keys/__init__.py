@@ -1,5 +1,5 @@
-"""The configuration keys of verl, in terms of scalerl's: `vocabulary` has the table, `translation` applies it."""
+"""The configuration keys of verl, in terms of scalerl's: `table.yaml` has the rows, `translator` applies them."""
 
-from scalerl.extras.verl.keys.translation import Translator
+from scalerl.extras.verl.keys.translator import Translator
 
 __all__ = ["Translator"]

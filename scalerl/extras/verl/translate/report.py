@@ -13,7 +13,7 @@ from scalerl.config import Examined, examined, refusals
 from scalerl.config.keys import key_table
 from scalerl.config.rules.base import value_at
 from scalerl.config.schema import SCHEMAS
-from scalerl.extras.verl.translate.words import split_commands
+from scalerl.extras.verl.translate.script import split_commands
 
 Fate = Literal["taken over", "renamed", "already so", "verl's default", "dropped"]
 FATES: tuple[Fate, ...] = ("taken over", "renamed", "already so", "verl's default", "dropped")

@@ -1,10 +1,9 @@
-"""The methods of verl's DataProto have verl's arguments and defaults, and what is left out is on the page."""
+"""The methods of verl's DataProto have verl's arguments and defaults."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from scalerl.extras.verl.compat import (
     unpad_dataproto,
 )
 
-PAGE = Path(__file__).parents[5] / "docs" / "extending.md"
 NONE = object()
 # verl/protocol.py: arguments in order with their defaults (NONE: there is none); self and cls left out.
 METHODS: dict[str, dict[str, Any]] = {
@@ -65,14 +63,6 @@ FIELDS = {
     DataProtoItem: ["batch", "non_tensor_batch", "meta_info"],
     DataProtoFuture: ["collect_fn", "futures", "dispatch_fn"],
 }
-LEFT_OUT = [
-    "is_padding_enabled",
-    "DataProtoConfig",
-    "unfold_column_chunks",
-    "fold_batch_dim",
-    "unfold_batch_dim",
-    "all_gather_data_proto",
-]
 
 
 def arguments(function: Any) -> dict[str, Any]:
@@ -105,24 +95,6 @@ def test_a_function_has_verls_arguments(function: Any) -> None:
 def test_fields_are_verls() -> None:
     for cls, names in FIELDS.items():
         assert [field.name for field in dataclasses.fields(cls)] == names
-
-
-def test_what_is_left_out_is_on_the_page() -> None:
-    rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
-    for name in LEFT_OUT:
-        assert not hasattr(DataProto, name)
-        assert any(f"`{name}`" in row.split("|")[1] and "not here" in row.split("|")[2] for row in rows), name
-
-
-def test_no_public_method_is_of_neither_table() -> None:
-    own = {"from_padded", "to_padded", "from_run", "to_run"}
-    public = {
-        name
-        for name, value in vars(DataProto).items()
-        if not name.startswith("_") and callable(getattr(DataProto, name)) and not isinstance(value, type)
-    }
-    assert public - own == set(METHODS)
-    assert all(f"`{name}" in PAGE.read_text(encoding="utf-8") for name in own)
 
 
 def test_arguments_that_mean_nothing_here_are_refused() -> None:

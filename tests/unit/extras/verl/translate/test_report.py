@@ -174,7 +174,7 @@ def test_fields_of_megatron_are_checked_by_name_and_type():
 
 @pytest.mark.parametrize("name", ["grpo8b", "gspo30b", "dsv3", "dapo_npu"])
 def test_a_run_takes_the_translation_of_a_whole_script(name: str):
-    given = (Path(__file__).parents[3] / "config" / "verl_commands" / f"{name}.txt").read_text()
+    given = (Path(__file__).parents[1] / "commands" / f"{name}.txt").read_text()
     assert "a run will refuse" not in translated(given)
 
 
@@ -199,7 +199,7 @@ def test_a_program_in_a_loop_or_a_function_is_named():
     with pytest.raises(UserError) as caught:
         translated(f"for i in 1 2; do\n  {main}\ndone\nrun() {{\n  {main}\n}}\nfunction go {{\n{main}\n}}\n")
     text = str(caught.value)
-    assert "line 2: verl.trainer.main_ppo is in a loop (for), and not translated; put its command" in text
+    assert "line 2: verl.trainer.main_ppo is in `for ... done`, and not translated; put its command" in text
     assert "line 5: verl.trainer.main_ppo is in the function run" in text
     assert "line 8: verl.trainer.main_ppo is in the function go" in text
 
