@@ -24,8 +24,7 @@ from scalerl.models.registry import FAMILIES
 from scalerl.rewards import default_compute_score
 from scalerl.rewards.manager import ScoreRequest, build_reward_manager
 from scalerl.rollout.servers.replica import Replica
-from scalerl.rollout.sync.delivery import Delivery
-from scalerl.rollout.sync.feeds import Feed
+from scalerl.rollout.sync.session import Feed, SyncSession
 from scalerl.tracking import Tracking
 from scalerl.tracking.metrics import merge_metrics
 from tests.tiny_models import make_tiny_model
@@ -140,12 +139,12 @@ class Transport:
     def __init__(self, export):
         self.export, self.sent = export, []
 
-    def send(self, delivery):
-        leads = {feed.lead for feed in delivery.feeds}
-        for named in self.export(delivery.bucket_bytes, lambda number: leads):
-            for feed in delivery.led_feeds:
-                delivery.call(feed, "bucket", lambda client: client.load(named))
-            delivery.hash(named)
+    def send(self, session):
+        leads = {feed.lead for feed in session.feeds}
+        for named in self.export(session.bucket_bytes, lambda number: leads):
+            for feed in session.led_feeds:
+                session.call(feed, "bucket", lambda client: client.load(named))
+            session.hash(named)
         return 0, 0
 
     def forget(self, index):
@@ -239,8 +238,8 @@ def test_a_transport_is_one_class(tmp_path: Path) -> None:
     loaded: list[str] = []
     client: Any = SimpleNamespace(load=lambda named: loaded.extend(name for name, _ in named))
     feed = Feed(0, Replica("http://server", "embedded", 1, "key"), (0,))
-    delivery = Delivery([feed], {"http://server": client}, {}, rank=0, policy_version=1, bucket_bytes=1, verify=False)
-    delivery.call(feed, "begin", lambda client: None)
-    transport.send(delivery)
-    delivery.call(feed, "end", lambda client: None)
-    assert loaded == ["a", "b"] and delivery.failed == {}
+    session = SyncSession([feed], {"http://server": client}, {}, rank=0, policy_version=1, bucket_bytes=1, verify=False)
+    session.call(feed, "begin", lambda client: None)
+    transport.send(session)
+    session.call(feed, "end", lambda client: None)
+    assert loaded == ["a", "b"] and session.failed == {}
