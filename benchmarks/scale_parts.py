@@ -236,7 +236,7 @@ class GroupOnFewActors(WorkerGroup):
     """A group of many ranks on a few actors."""
 
     def __init__(self, layout: Layout, actors: Sequence[Any]) -> None:
-        self.cls, self.layout, self.readings = RLWorker, layout, None
+        self.cls, self.layout = RLWorker, layout
         self.timeout_s, self.limits = 600.0, {}
         self.ranks = [actors[rank % len(actors)] for rank in range(layout.world_size)]
 

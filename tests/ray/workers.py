@@ -103,23 +103,6 @@ class PlainWorker(Worker):
         self.seen = seen
         return {}, None
 
-    # --- readings ---
-
-    filled = 0
-
-    @register(Dispatch.ONE_TO_ALL, with_reading=True)
-    def fill(self, amount: int) -> int:
-        self.filled += amount
-        return self.rank
-
-    @register(Dispatch.DP_COMPUTE_PROTO, with_reading=True)
-    def fill_with_rows(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
-        self.filled += len(shard)
-        return {"num_rows": Metric(float(len(shard)), "sum")}, None
-
-    def reading(self) -> tuple[int, int]:
-        return self.rank, self.filled
-
     # --- dispatch modes of one's own ---
 
     @register(dispatch_mode={"dispatch_fn": deal, "collect_fn": add_up}, execute_mode=Execute.ALL)
