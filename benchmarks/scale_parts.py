@@ -31,10 +31,10 @@ from scalerl.rollout.sampling.policy_servers import PolicyServers
 from scalerl.rollout.sampling.rollout import HybridRollout
 from scalerl.rollout.sampling.rollout_workers import RolloutWorkers, default_num_workers, share_servers
 from scalerl.rollout.sampling.worker import GeneratedBatch, RolloutWorker
-from scalerl.rollout.servers.recovery import ServerRecovery
 from scalerl.rollout.servers.replica import Replica
-from scalerl.rollout.sync.handover import Handover, RankMemory
+from scalerl.rollout.sync.handover import DeviceMemory, RankMemory
 from scalerl.rollout.sync.order import SyncOrder
+from scalerl.rollout.sync.session import RankReport
 from scalerl.tracking.metrics import Metric, Timers
 from scalerl.trainer.planners import PackingRules, Planner
 from scalerl.trainer.ppo import Run
@@ -65,6 +65,17 @@ SHAPE = FlopsShape(
 )
 
 
+def handover_metrics() -> dict[str, Metric]:
+    """The metrics of a rank's memory in a sync."""
+    memory = DeviceMemory(lambda: RankMemory(0, "cpu", 2**36, 2**37, 2**30))
+    memory.record("before_sync")
+    memory.record("after_sync")
+    return memory.metrics()
+
+
+HANDOVER_METRICS = handover_metrics()
+
+
 class InstantRank(Worker):
     """In the place of many `RLWorker`s: of every num_processes-th rank, which it is in turn."""
 
@@ -87,7 +98,7 @@ class InstantRank(Worker):
     def compute_advantages(self, shard: DataProto, micro_batches: MicroBatches, **kwargs: Any) -> Result:
         return metrics_of("advantages"), token_columns(micro_batches, "advantages", "returns")
 
-    @register(Dispatch.DP_COMPUTE_PROTO, with_reading=True)
+    @register(Dispatch.DP_COMPUTE_PROTO)
     def update_actor(self, shard: DataProto, micro_batches: MicroBatches, **kwargs: Any) -> Result:
         return metrics_of("actor"), None
 
@@ -109,16 +120,9 @@ class InstantRank(Worker):
         return {f"perf/{name}": Metric(1.0, "max") for name in ("a", "b", "c", "d")}
 
     @register(Dispatch.ONE_TO_ALL)
-    def device_memory(self) -> RankMemory:
-        return self.reading()
-
-    def reading(self) -> RankMemory:
-        return RankMemory(0, "cpu", 2**36, 2**37, 2**30)
-
-    @register(Dispatch.ONE_TO_ALL, with_reading=True)
     def sync_weights(
         self, version: int, *, orders: Mapping[int, SyncOrder], with_memory: bool, **kwargs: Any
-    ) -> dict[str, Any]:
+    ) -> RankReport:
         turn = self.synced[1] if self.synced[0] == version else 0
         self.synced = version, turn + 1
         server, place = divmod(self.rank + turn * self.layout.world_size, RANKS_OF_A_SERVER)
@@ -126,9 +130,8 @@ class InstantRank(Worker):
         for order in led.values():
             for step in ("begin", "bucket", "end"):
                 order.advance(step)
-        numbers = ("sync_s", "verify_s", "num_bytes", "num_buckets", "bucket_bytes")
-        report = {**dict.fromkeys(numbers, 1.0), "failed": {}, "orders": led}
-        return report | {"memory": self.memory()} if with_memory else report
+        metrics = HANDOVER_METRICS | (self.memory() if with_memory else {})
+        return RankReport({}, led, {"send": 1.0}, metrics, num_bytes=1, num_buckets=1, bucket_bytes=1)
 
 
 def metrics_of(role: str) -> dict[str, Metric]:
@@ -234,7 +237,7 @@ class GroupOnFewActors(WorkerGroup):
     """A group of many ranks on a few actors."""
 
     def __init__(self, layout: Layout, actors: Sequence[Any]) -> None:
-        self.cls, self.layout, self.readings = RLWorker, layout, None
+        self.cls, self.layout = RLWorker, layout
         self.timeout_s, self.limits = 600.0, {}
         self.ranks = [actors[rank % len(actors)] for rank in range(layout.world_size)]
 
@@ -336,12 +339,10 @@ def make_rollout(config: PPOConfig, pool: ResourcePool, group: WorkerGroup, work
     servers = PolicyServers.__new__(PolicyServers)
     servers.config, servers.pool, servers.rollout = config, pool, config.actor_rollout_ref.rollout
     servers.timeout_s, servers.num_syncs, servers.policy_version = 600.0, 0, 0
-    servers.handover, servers.parts_s, servers.workers = Handover(), {}, group
+    servers.metrics, servers.workers = {}, group
     count = _num_servers(group)
     replicas = [Replica(f"http://server-{index}", "sglang", RANKS_OF_A_SERVER, "") for index in range(count)]
-    server_set: Any = SimpleNamespace(
-        replicas=replicas, down={}, num_restarts=0, restart_down=dict, end_lost=bool, end_failed=bool
-    )
+    server_set: Any = SimpleNamespace(replicas=replicas, down={}, num_restarts=0, end_lost=bool, end_failed=bool)
     servers._server_set = server_set
     servers.orders = {index: SyncOrder(replica.url, serving=False) for index, replica in enumerate(replicas)}
     rollout = TimedRollout.__new__(TimedRollout)
@@ -355,7 +356,6 @@ def make_rollout(config: PPOConfig, pool: ResourcePool, group: WorkerGroup, work
     rollout.numbers = itertools.count()
     shares = share_servers(count, len(workers))
     rollout.workers = servers.rollout_workers = RolloutWorkers(processes, shares, 600.0)
-    servers.recovery = ServerRecovery(server_set, rollout.workers, servers._give_weights)
     rollout.workers.wait_ready()
     rollout.workers.connect(replicas, None, 0)  # type: ignore[arg-type]
     # The servers started from files; the first step finds them with the trainer's weights.

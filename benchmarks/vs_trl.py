@@ -45,7 +45,7 @@ PHASES = ("gen", "balance", "adv", "update_actor", "update_weights")
 PROCESSES = {
     "trainer ranks": r"^ray::.*RankProcess",
     "rollout workers": r"^ray::.*RolloutWorker",
-    "server hosts": r"^ray::.*ReplicaHost",
+    "server hosts": r"^ray::.*ServerHost",
     "servers: scheduler and model": r"^sglang::scheduler",
     "servers: detokenizer": r"^sglang::detokenizer",
     "servers: HTTP and tokenizer": r"scalerl\.servers\.sglang\.launch",

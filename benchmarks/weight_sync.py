@@ -241,29 +241,29 @@ def measure_syncs(job: SyncJob, engine: Any, path: str, bucket_mb: int) -> dict[
         timeout_s=300.0,
     )
     if path != "shared":
-        sync.transport = gathered(engine.export_buckets, sync.groups, in_turn=path == "in-turn")
+        sync.transport = gathered(engine.export_buckets, in_turn=path == "in-turn")
     copied: list[torch.Tensor] = []
     seconds: dict[str, list[float]] = {"send": [], "whole": [], "copy": []}
     for repeat in range(job.warmup + job.repeats):
         dist.barrier()
         sent = sync.sync(2 * repeat, verify=False)
         whole = sync.sync(2 * repeat + 1, verify=True)
-        num_bytes = int(sent["num_bytes"])
+        num_bytes = sent.num_bytes
         if not copied:
             copied = [torch.ones(min(num_bytes, bucket_mb * 2**20), dtype=torch.uint8) for _ in range(2)]
         copy_s = time_copy(copied, num_bytes) if dist.get_rank() == 0 else 0.0
         if repeat >= job.warmup:
-            seconds["send"].append(sent["sync_s"])
-            seconds["whole"].append(whole["sync_s"] + whole["verify_s"])
+            seconds["send"].append(sent.seconds["send"])
+            seconds["whole"].append(whole.seconds["send"] + whole.seconds["verify"])
             seconds["copy"].append(copy_s)
-    return summarize(job, path, bucket_mb, num_bytes, int(sent["num_buckets"]), seconds) if copy_s else {}
+    return summarize(job, path, bucket_mb, num_bytes, sent.num_buckets, seconds) if copy_s else {}
 
 
-def gathered(export: Any, groups: Any, *, in_turn: bool) -> Any:
+def gathered(export: Any, *, in_turn: bool) -> Any:
     """The transport of ranks on several machines.  in_turn: gathers no bucket while servers load the one before."""
     import torch.distributed as dist
 
-    from scalerl.rollout.sync.transports.gathered import GatheredTransport
+    from scalerl.rollout.sync.transports.memory import GatheredTransport
 
     loaded = threading.Semaphore(0)
 
@@ -279,7 +279,7 @@ def gathered(export: Any, groups: Any, *, in_turn: bool) -> Any:
             if dist.get_rank() in wanted(number):
                 loaded.acquire()
 
-    return InTurn(export_in_turn, groups) if in_turn else GatheredTransport(export, groups)
+    return InTurn(export_in_turn) if in_turn else GatheredTransport(export)
 
 
 def time_copy(buffers: list[Any], num_bytes: int) -> float:

@@ -106,7 +106,6 @@ class Registration(Generic[P, R]):
     dispatch: DispatchMode[..., Any] | None
     execute_mode: Execute
     blocking: bool
-    with_reading: bool = False
 
 
 class WorkerMethod(Protocol[OwnP, OwnR, P, R]):
@@ -131,7 +130,6 @@ def register(
     execute_mode: Execute = ...,
     *,
     blocking: Literal[True] = True,
-    with_reading: bool = ...,
 ) -> Callable[[Callable[Concatenate[Any, P], T]], WorkerMethod[P, T, P, T]]: ...
 @overload
 def register(
@@ -139,7 +137,6 @@ def register(
     execute_mode: Execute = ...,
     *,
     blocking: Literal[False],
-    with_reading: bool = ...,
 ) -> Callable[[Callable[Concatenate[Any, P], T]], WorkerMethod[P, T, P, Future[T]]]: ...
 @overload
 def register(
@@ -147,7 +144,6 @@ def register(
     execute_mode: Literal[Execute.ALL] = Execute.ALL,
     *,
     blocking: Literal[True] = True,
-    with_reading: bool = ...,
 ) -> Callable[[Callable[Concatenate[Any, P], T]], WorkerMethod[P, T, P, list[T]]]: ...
 @overload
 def register(
@@ -155,7 +151,6 @@ def register(
     execute_mode: Literal[Execute.ALL] = Execute.ALL,
     *,
     blocking: Literal[False],
-    with_reading: bool = ...,
 ) -> Callable[[Callable[Concatenate[Any, P], T]], WorkerMethod[P, T, P, Future[list[T]]]]: ...
 @overload
 def register(
@@ -163,7 +158,6 @@ def register(
     execute_mode: Literal[Execute.ALL] = Execute.ALL,
     *,
     blocking: Literal[True] = True,
-    with_reading: bool = ...,
 ) -> Callable[
     [Callable[Concatenate[Any, DataProto, MicroBatches, P], Result]],
     WorkerMethod[Concatenate[DataProto, MicroBatches, P], Result, Concatenate[ShardedBatch, P], Collected],
@@ -174,7 +168,6 @@ def register(
     execute_mode: Literal[Execute.ALL] = Execute.ALL,
     *,
     blocking: Literal[False],
-    with_reading: bool = ...,
 ) -> Callable[
     [Callable[Concatenate[Any, DataProto, MicroBatches, P], Result]],
     WorkerMethod[Concatenate[DataProto, MicroBatches, P], Result, Concatenate[ShardedBatch, P], Future[Collected]],
@@ -185,7 +178,6 @@ def register(
     execute_mode: Execute = Execute.ALL,
     *,
     blocking: Literal[True] = True,
-    with_reading: bool = ...,
 ) -> Callable[[Callable[Concatenate[Any, OwnP], OwnT]], WorkerMethod[OwnP, OwnT, P, T]]: ...
 @overload
 def register(
@@ -193,17 +185,13 @@ def register(
     execute_mode: Execute = Execute.ALL,
     *,
     blocking: Literal[False],
-    with_reading: bool = ...,
 ) -> Callable[[Callable[Concatenate[Any, OwnP], OwnT]], WorkerMethod[OwnP, OwnT, P, Future[T]]]: ...
-def register(
-    dispatch_mode: Any, execute_mode: Execute = Execute.ALL, *, blocking: bool = True, with_reading: bool = False
-) -> Callable[[Any], Any]:
+def register(dispatch_mode: Any, execute_mode: Execute = Execute.ALL, *, blocking: bool = True) -> Callable[[Any], Any]:
     """Marks a method of a worker, so that `WorkerGroup.call` takes it.
 
     blocking=False: the call returns a `Future` at once. A rank does its calls in the order in which they were made.
-    with_reading: each rank's answer carries `Worker.reading` of the call's end, for `WorkerGroup.readings`.
     """
-    registration = Registration(*_dispatch(dispatch_mode, execute_mode), blocking, with_reading)
+    registration = Registration(*_dispatch(dispatch_mode, execute_mode), blocking)
 
     def mark(method: Any) -> Any:
         method.registration = registration

@@ -12,7 +12,6 @@ import numpy as np
 import ray
 
 from scalerl.batch.data_proto import DataProto
-from scalerl.cluster.dispatch import registration_of
 from scalerl.cluster.heartbeat import heartbeat
 from scalerl.cluster.pools import Reusable
 from scalerl.tracking.metrics import Metric
@@ -36,20 +35,15 @@ class Worker(Reusable):
     def join(self, address: Any) -> None:
         raise NotImplementedError
 
-    def reading(self) -> Any:
-        """A measurement of this rank at the end of a call whose @register says with_reading."""
-        return None
-
 
 class Answer(NamedTuple):
     """What the driver fetches of a rank's DP_COMPUTE_PROTO call; token columns stay where they are.
 
-    samples: sample columns, empty except on an output rank.  reading: where the registration says with_reading.
+    samples: sample columns, empty except on an output rank.
     """
 
     metrics: dict[str, Metric]
     samples: dict[str, np.ndarray]
-    reading: Any = None
 
 
 class RankProcess(Reusable):
@@ -74,14 +68,13 @@ class RankProcess(Reusable):
             super().leave()
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a registered method and returns its value, or (value, reading) where the registration says so.
+        """Calls a registered method and returns its value.
 
         method: of the worker, or `module:function` of a file of the user's own that this process imported.
         """
         function = self._method(method)
         with heartbeat().phase(method):
-            value = function(*args, **kwargs)
-        return (value, self.worker.reading()) if _has_reading(function) else value
+            return function(*args, **kwargs)
 
     def run_packed(self, call: bytes) -> Any:
         """`run` with its arguments, all pickled together: (method, args, kwargs)."""
@@ -106,17 +99,12 @@ class RankProcess(Reusable):
         metrics: dict[str, Metric]
         with heartbeat().phase(method):
             metrics, columns = function(batch, micro_batches, **kwargs)
-        reading = self.worker.reading() if _has_reading(function) else None
         if columns is None or not self.worker.layout.is_output_rank(self.worker.rank):
-            return Answer(metrics, {}, reading), None
-        return Answer(metrics, columns.samples, reading), DataProto(columns.tokens) if columns.tokens else None
+            return Answer(metrics, {}), None
+        return Answer(metrics, columns.samples), DataProto(columns.tokens) if columns.tokens else None
 
     def _method(self, name: str) -> Callable[..., Any]:
         module, _, function = name.rpartition(":")
         if module:
             return functools.partial(getattr(sys.modules[module], function), self.worker)
         return getattr(self.worker, name)
-
-
-def _has_reading(function: Callable[..., Any]) -> bool:
-    return registration_of(function.func if isinstance(function, functools.partial) else function).with_reading

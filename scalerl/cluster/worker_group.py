@@ -76,8 +76,6 @@ class WorkerGroup:
         """
         self.cls, self.layout, self.pool = cls, layout, pool
         self.timeout_s, self.limits = timeout_s, limits or {}
-        # `Worker.reading` of every rank, of the last call; None where that call carried none.
-        self.readings: list[Any] | None = None
         options = {"max_restarts": 0, "max_concurrency": 1}
         self.actors = [
             # The process may have served another run with a worker of another class.
@@ -127,7 +125,6 @@ class WorkerGroup:
         # Each rank calls it by its name, so that a subclass's own is called.
         elif not hasattr(self.cls, name):
             raise TypeError(f"{method.__qualname__}: {self.cls.__name__}, which these ranks are, has no such method")
-        self.readings = None
         future: Future[Any]
         if registration.dispatch is None:
             future = self._dp_compute(name, registration, args, kwargs)
@@ -184,17 +181,10 @@ class WorkerGroup:
             ]
 
         def collected() -> Any:
-            values = self._without_readings(registration, self._wait(name, refs))
+            values = self._wait(name, refs)
             return called(mode["collect_fn"], f"collect_fn of {name}", self, values if one_each else values[0])
 
         return Future(collected)
-
-    def _without_readings(self, registration: Registration[..., Any], answers: list[Any]) -> list[Any]:
-        """The values of the answers; the readings that they carry, if any, become `self.readings`."""
-        if not registration.with_reading:
-            return answers
-        self.readings = [reading for _, reading in answers]
-        return [value for value, _ in answers]
 
     def _check_one_each(self, name: str, mode: DispatchMode[..., Any], arguments: dict[Any, Any]) -> None:
         for argument, values in arguments.items():
@@ -224,8 +214,6 @@ class WorkerGroup:
 
         def collected() -> Collected:
             answers: list[Answer] = self._wait(name, refs)
-            if registration.with_reading:
-                self.readings = [answer.reading for answer in answers]
             merged = merge_metrics(answer.metrics for answer in answers)
             joined = batch.joined_samples([answers[rank].samples for rank in outputs])
             return Collected(merged, joined, [columns[rank] for rank in outputs])

@@ -31,8 +31,8 @@ from scalerl.rollout.prompt_sampling import override_sampling
 from scalerl.rollout.sampling.draws import sample_seed
 from scalerl.rollout.server_choice import max_in_flight
 from scalerl.rollout.servers.purpose import GENERATION
-from scalerl.rollout.servers.recovery import CallersInLoop, GenerationRecovery, Replacements, ServerRecovery
-from scalerl.rollout.servers.replica import ClientSettings
+from scalerl.rollout.servers.recovery import GenerationRecovery, LostServer, Replacements
+from scalerl.rollout.servers.replica import ClientSettings, Replica
 from scalerl.rollout.servers.requests import GenerateOutput, GenerateRequest, SamplingParams
 from scalerl.rollout.servers.server_set import ServerSet
 
@@ -156,7 +156,7 @@ class GenerationServers:
     @asynccontextmanager
     async def replaced(self) -> AsyncIterator[Replacements]:
         """Restarts lost servers while the block runs; does not wait for restarts at its end."""
-        replacements = Replacements(self.servers.clients, self.servers.replicas)
+        replacements = Replacements(self.servers.settings, self.servers.replicas)
         restarting = asyncio.create_task(self._replace_lost(replacements))
         try:
             yield replacements
@@ -164,14 +164,19 @@ class GenerationServers:
             restarting.cancel()
 
     async def _replace_lost(self, replacements: Replacements) -> None:
-        recovery = ServerRecovery(self.servers, CallersInLoop(replacements))
         while lost := await replacements.next_lost():
             try:
-                await asyncio.wrap_future(in_daemon(partial(recovery.replace, lost), "restart"))
+                successors = await asyncio.wrap_future(in_daemon(partial(self._restart, lost), "restart"))
             except Exception as error:
                 # Otherwise those who wait for a successor would wait forever.
                 await replacements.give_up(error)
                 return
+            replacements.put(successors)
+            await replacements.in_service(successors)
+
+    def _restart(self, lost: Sequence[LostServer]) -> dict[int, Replica]:
+        self.servers.end_lost(lost)
+        return self.servers.restart_down()
 
     def leave(self) -> None:
         """Stops the servers at the end of a lease: they serve this model's files, and are of no use to another run."""

@@ -7,8 +7,7 @@ import torch.distributed as dist
 
 from scalerl.rollout.servers.replica import Replica
 from scalerl.rollout.servers.weights import expected_checksums
-from scalerl.rollout.sync.feed_groups import FeedGroups
-from scalerl.rollout.sync.feeds import feeds_of
+from scalerl.rollout.sync.session import feeds_of, join_feeds
 from tests.dist.launch import run_ranks
 
 CONFIG = {"model_type": "qwen3_moe", "vocab_size": 96, "num_attention_heads": 4, "num_experts": 2}
@@ -35,19 +34,18 @@ def checksums_on_leads() -> dict[int, dict[int, dict[str, str]]]:
     try:
         rank = dist.get_rank()
         replicas = [Replica(str(i), "sglang", SIZES[i], "key", KWARGS[i]) for i in range(len(SIZES))]
-        feeds = feeds_of("shared", replicas, WORLD_SIZE)
-        groups, checksums_by_feed = FeedGroups(feeds), {}
-        for feed in feeds:
+        checksums_by_feed = {}
+        for feed in join_feeds(feeds_of("shared", replicas, WORLD_SIZE)):
             if rank not in feed.ranks:
                 continue
             mine = feed.engine_ranks(rank)
             checksums = feed.replica.expected_checksums(CONFIG, ranks=mine)
             checksums.add(tensors())
             assert list(checksums.by_rank()) == mine
-            if gathered := groups.gather(feed, checksums.by_rank()):
+            if gathered := feed.gather(checksums.by_rank()):
                 assert rank == feed.lead
                 checksums_by_feed[feed.index] = gathered
-            groups.wait(feed)
+            feed.wait()
         return checksums_by_feed
     finally:
         dist.destroy_process_group()

@@ -42,7 +42,7 @@ def write_and_compare(model: str, sizes: Sizes, dtype: str) -> tuple[int, dict[s
     from scalerl.parallel import platform
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.parallel.layout import Layout, initialize
-    from scalerl.rollout.sync.node_buckets import NodeBuckets
+    from scalerl.rollout.sync.transports.memory import NodeBuckets
 
     platform.install("cpu")
     layout = Layout(**sizes)

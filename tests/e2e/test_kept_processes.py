@@ -203,7 +203,7 @@ def test_a_run_that_fails_leaves_no_process_and_the_next_one_starts_anew(
 def test_memory_does_not_grow_with_the_number_of_runs(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
     """Resident memory of ranks, rollout worker and server, after 15 and after 30 runs of changing layouts."""
     layouts: list[tuple[str, ...]] = [(), ("+layout=tp2", NARROW_SERVERS), CRITIC]
-    kinds = re.compile(r"ray::(RankProcess|RolloutWorker|ReplicaHost)|.*(embedded\.server)")
+    kinds = re.compile(r"ray::(RankProcess|RolloutWorker|ServerHost)|.*(embedded\.server)")
 
     def resident_mib() -> dict[str, float]:
         mib_by_name: dict[str, float] = {}

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from scalerl.base.files import GIB
 from scalerl.rollout.servers.client import RolloutClient
 from scalerl.rollout.servers.weights import serialize_bucket
-from scalerl.rollout.sync.handover import Handover, HandoverError, measure
+from scalerl.rollout.sync.handover import DeviceMemory, measure
 from tests.gpu.conftest import MEMORY_UTILIZATION, generate
 
 # CUDA maps memory in pieces of 2 MiB, and what SGLang keeps beside weights and KV cache stays.
@@ -105,40 +105,33 @@ def test_a_hand_over_is_measured_and_refused_where_something_else_has_the_memory
 ) -> None:
     client = start_server(model_a)
     total = torch.cuda.mem_get_info()[1]
-    books, trainer = Handover(), Parked()
-
-    def see(point: str) -> None:
-        books.record(point, [measure(0, "cuda", {"actor": trainer})])
-
-    see("before_release")
+    trainer = Parked()
+    memory = DeviceMemory(lambda: measure(0, "cuda", {"actor": trainer}))
+    before = memory.record("before_release")
     client.release(["kv_cache"])
-    see("after_release_kv")
+    without_cache = memory.record_released("kv_cache", "after_release_kv", before)
     client.release(["weights"])
     # The server keeps its context and little else: most of the device is there for the trainer.
     trainer.num_bytes = int(0.8 * total)
-    see("after_release")
+    assert memory.lack("after_release", memory.record_released("weights", "after_release", without_cache)) is None
     trainer.num_bytes = 2 * total
-    with pytest.raises(HandoverError, match=r"after_release: rank 0 on .* GPU .*the trainer's actor"):
-        see("after_release")
+    lack = memory.lack("after_release", memory.record("after_release"))
+    assert lack is not None and " GPU " in lack[1] and "the trainer's actor" in lack[1]
     trainer.num_bytes = 0
 
     # What the trainer does not give back: less is left than the KV cache had.
     kept = torch.empty(int((1 - MEMORY_UTILIZATION / 2) * total) - 2 * GIB, dtype=torch.uint8, device="cuda")
-    with pytest.raises(HandoverError, match=r"KV cache.*gpu_memory_utilization"):
-        see("after_sync")
+    lack = memory.lack("after_sync", memory.record("after_sync"), ["kv_cache"])
+    assert lack is not None and "KV cache" in lack[1] and "gpu_memory_utilization" in lack[1]
     # Given back to torch alone it is still gone for the server; measuring gives it to the device.
     del kept
-    see("before_sync")
+    assert memory.lack("before_sync", memory.record("before_sync"), ["weights"]) is None
     client.resume(["weights"])
-    see("after_resume_weights")
-    see("after_sync")
+    assert memory.lack("after_sync", memory.record("after_sync"), ["kv_cache"]) is None
     client.resume(["kv_cache"])
-    see("after_resume_kv")
-    num_bytes = {key.removeprefix("perf/handover/"): metric.value * GIB for key, metric in books.metrics().items()}
+    num_bytes = {key.removeprefix("perf/handover/"): metric.value * GIB for key, metric in memory.metrics().items()}
     assert num_bytes["kv_gb"] > 0.7 * MEMORY_UTILIZATION * total
     assert num_bytes["free_gb/after_release"] - num_bytes["free_gb/before_release"] == pytest.approx(
         num_bytes["kv_gb"] + num_bytes["weights_gb"], abs=SLACK_BYTES
     )
-    assert num_bytes["free_gb/after_resume_kv"] == pytest.approx(
-        num_bytes["free_gb/before_release"], abs=4 * SLACK_BYTES
-    )
+    assert memory.measure().free_bytes == pytest.approx(before.free_bytes, abs=4 * SLACK_BYTES)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,15 +30,15 @@ from scalerl.rollout.sampling.groups import SampleGroup
 from scalerl.rollout.sampling.policy_servers import PolicyServers
 from scalerl.rollout.sampling.rollout import HybridRollout
 from scalerl.rollout.servers.client import GenerateRequest, RolloutClient, RolloutError, SamplingParams
-from scalerl.rollout.sync.handover import RELEASE_WAIT_S, HandoverError, HandoverPoint
+from scalerl.rollout.sync.handover import HandoverError, Point
 from scalerl.rollout.sync.order import Step, SyncOrder
 from scalerl.tracking.metrics import rollout_diff_metrics, to_floats
-from scalerl.trainer.ranks.rl_worker import RLWorker
 from scalerl.trainer.ranks.roles import MegatronActor
 from scalerl.trainer.ranks.worker import MegatronWorker
 from tests.e2e.graded_reward import server_of
 from tests.lanes import mostly_full
 from tests.ray.conftest import START_TIMEOUT_S
+from tests.ray.workers import StrikingWorker
 from tests.tiny_models import make_tiny_model
 
 REWARD = Path(__file__).parents[1] / "e2e" / "graded_reward.py"
@@ -51,14 +51,15 @@ HANDED_OVER: list[Step] = [
     "resume_kv",
 ]  # fmt: skip
 SYNCED: list[Step] = ["begin", "bucket", "end", "check"]
+EVERYTHING = "['cuda_graph', 'kv_cache', 'weights'] is released"
 # Where a server is killed -> the last step that it was asked for.
-STRIKES: dict[HandoverPoint, Step] = {
+STRIKES: dict[Point, Step] = {
     # It does not release its KV cache, and is not asked for the weights.
-    "before_release": "release_weights",
+    "before_release": "release_kv",
     "after_release_kv": "release_weights",
     # Nobody asks it for anything until the trainer is done.
     "after_release": "resume_weights",
-    "after_resume_weights": "begin",
+    "before_sync": "resume_weights",
     "after_sync": "resume_kv",
 }
 
@@ -79,18 +80,6 @@ class HandingOver(PolicyServers):
     """Hands over as on a GPU: the servers hold no memory that would leave a CPU, but are bound to the same order."""
 
     _hands_over = True
-    # Where memory is measured -> how long it may take to be free; not waited for here, as the memory of other processes
-    # says nothing.
-    waits: dict[HandoverPoint, float]
-    # Where memory is measured -> what happens there, once.
-    at: dict[HandoverPoint, Callable[[], None]]
-
-    def _measure_memory(self, point: HandoverPoint, *args: Any, wait_s: float = 0.0, **kwargs: Any) -> None:
-        self.waits[point] = wait_s
-        super()._measure_memory(point, *args, **kwargs)
-        if point in self.at:
-            self.at.pop(point)()
-
     # Index of a server that was lost -> its order, as it was then.
     orders_of_lost: dict[int, SyncOrder]
 
@@ -109,11 +98,13 @@ class Run:
         tokenizer = load_tokenizer(policy.model.path)
         dataset = RLHFDataset(config.data.train_files, tokenizer, config.data)
         self.servers = HandingOver(config, pool, gpu_ids=None, log_dir=log_dir, single_node=True)
-        self.servers.at, self.servers.orders_of_lost, self.servers.waits = {}, {}, {}
+        self.servers.orders_of_lost = {}
         self.servers.start()
         self.rollout = HybridRollout(config, self.servers, {"train": dataset, "val": dataset}, tokenizer)
         workers.call(MegatronWorker.build_engine, "actor", policy.model.path, policy.actor.megatron, policy.actor.optim)
         self.rollout.wait_ready(workers)
+        self.workers = workers
+        workers.call(StrikingWorker.strike_at, None)
         self.actor = MegatronActor(workers, policy.actor, policy.rollout.temperature)
         self.num_generations = 0
         self.rollout.sync_weights(0)
@@ -139,10 +130,11 @@ class Run:
         assert to_floats(rollout_diff_metrics(metrics))["training/rollout_probs_diff_max"] < 1e-4
         return batch
 
-    def step(self) -> None:
-        """Generate, hand over, learn, hand back."""
+    def step(self, released: Callable[[], None] = lambda: None) -> None:
+        """Generate, hand over, learn, hand back.  released: called when the servers have released their memory."""
         samples = self.generate()
         self.rollout.release_device()
+        released()
         batch = self.compare(samples)
         advantages = np.where(np.arange(len(samples)) % 2, 1.0, -0.5).astype(np.float32)
         metrics = self.actor.update(batch.with_samples(advantages=advantages))
@@ -162,10 +154,13 @@ class Run:
         """Of each server."""
         return [self.client(index).checksums() for index in range(len(self.urls))]
 
+    def process_group(self, index: int) -> int:
+        return server_of(str(self.log_dir / f"rollout-{index}."))
+
     def kill(self, index: int) -> None:
         """Returns when nobody answers there."""
         client = self.client(index)
-        os.killpg(server_of(str(self.log_dir / f"rollout-{index}.")), signal.SIGKILL)
+        os.killpg(self.process_group(index), signal.SIGKILL)
         deadline = time.monotonic() + GONE_TIMEOUT_S
         while client.healthy():
             assert time.monotonic() < deadline, f"{client.url} survives SIGKILL"
@@ -217,7 +212,7 @@ def run(
         ],
     )
     layout = Layout.of(config.actor_rollout_ref.actor.megatron, 2)
-    workers = start_group(RLWorker, layout, device="cpu", collective_timeout_s=TIMEOUT_S, seed=1)
+    workers = start_group(StrikingWorker, layout, device="cpu", collective_timeout_s=TIMEOUT_S, seed=1)
     with Lease(processes) as lease:
         pool = lease.pool(nnodes=1, devices_per_node=2, device="cpu", timeout_s=START_TIMEOUT_S)
         run = Run(config, pool, workers, directory / "logs")
@@ -250,16 +245,12 @@ def test_servers_release_and_resume_in_order(run: Run) -> None:
     before, urls = run.checksums(), run.urls
     for order in run.servers.orders.values():
         order.taken.clear()
-    run.servers.at = {"after_release": ask_released}
     calls = RemoteCalls()
     with calls.counted():
-        run.step()
-    # Of two ranks: log-probs, the update, the sync, and one for each point at which servers took or gave back memory.
-    assert calls.by_actor()["RankProcess"] == {"untimed": 2 * (3 + 5)}
-    waited = {point for point, wait_s in run.servers.waits.items() if wait_s == RELEASE_WAIT_S}
-    assert waited == {"after_release_kv", "after_release"} and "before_release" in run.servers.waits
-    everything = "['cuda_graph', 'kv_cache', 'weights'] is released"
-    assert len(refusals) == 2 and all(everything in refusal for refusal in refusals)
+        run.step(ask_released)
+    # Of two ranks: log-probs, the update, the release of the servers' memory, and the sync.
+    assert calls.by_actor()["RankProcess"] == {"untimed": 2 * 4}
+    assert len(refusals) == 2 and all(EVERYTHING in refusal for refusal in refusals)
     assert [order.taken for order in run.servers.orders.values()] == [HANDED_OVER, HANDED_OVER]
     assert_in_step(run, before)
     assert run.urls == urls
@@ -273,40 +264,38 @@ def test_caches_leave_for_a_save_and_nothing_else_does(run: Run) -> None:
     before, urls = run.checksums(), run.urls
     for order in run.servers.orders.values():
         order.taken.clear()
-    run.servers.at = {}
     with run.rollout.lend_device():
-        assert [client.released for client in run.servers.control.clients] == [{"kv_cache"}] * 2
-        with pytest.raises(RolloutError, match=r"\['kv_cache'\] is released"):
-            generate_one(run.client(0))
+        for index in range(2):
+            with pytest.raises(RolloutError, match=r"\['kv_cache'\] is released"):
+                generate_one(run.client(index))
     assert [order.taken for order in run.servers.orders.values()] == [["release_kv", "resume_kv"]] * 2
     assert run.checksums() == before and run.urls == urls
-    assert (run.servers.waits["before_save"], run.servers.waits["after_save"]) == (RELEASE_WAIT_S, 0.0)
-    measured = run.servers.handover.metrics().keys()
-    assert {f"perf/handover/free_gb/{point}" for point in ("before_save", "after_save")} <= measured
+    assert {f"perf/handover/free_gb/{point}" for point in ("before_save", "after_save")} <= run.servers.metrics.keys()
     samples = run.generate()
     run.compare(samples)
     run.rollout.drop(samples)
 
 
 def test_weights_leave_for_a_save_where_they_have_no_room_beside_it(run: Run) -> None:
-    def no_room() -> None:
-        raise HandoverError("in this test")
-
     before, urls = run.checksums(), run.urls
     for order in run.servers.orders.values():
         order.taken.clear()
-    run.servers.at = {"before_save": no_room}
+    run.workers.call(StrikingWorker.lack_at, "before_save")
     with run.rollout.lend_device():
-        assert [client.released for client in run.servers.control.clients] == [
-            {"kv_cache", "weights", "cuda_graph"}
-        ] * 2
+        for index in range(2):
+            with pytest.raises(RolloutError, match=re.escape(EVERYTHING)):
+                generate_one(run.client(index))
     taken = ["release_kv", "release_weights", "resume_weights", "begin", "bucket", "end"]
     for order in run.servers.orders.values():
         assert [step for step in order.taken if step != "check"] == [*taken, "resume_kv"]
     # The embedded engine's memory stays as it was: that the weights were sent again, the steps say.
     assert run.checksums() == before and run.urls == urls
-    assert "perf/handover/free_gb/before_save_alone" in run.servers.handover.metrics()
-    assert run.servers.waits["before_save_alone"] == RELEASE_WAIT_S
+    assert "perf/handover/free_gb/before_save_alone" in run.servers.metrics
+    run.workers.call(StrikingWorker.lack_at, "before_save", "before_save_alone")
+    with pytest.raises(HandoverError, match="in this test"), run.rollout.lend_device():
+        pytest.fail("the devices were lent")
+    run.workers.call(StrikingWorker.lack_at)
+    run.rollout.sync_weights(run.servers.policy_version)
     samples = run.generate()
     run.compare(samples)
     run.rollout.drop(samples)
@@ -336,13 +325,12 @@ def generate_one(client: RolloutClient) -> None:
     ("point", "index"),
     mostly_full([(point, at % 2) for at, point in enumerate(STRIKES)], lambda case: case[0] == "after_release_kv"),
 )
-def test_a_server_that_is_lost_comes_back_with_the_weights(run: Run, point: HandoverPoint, index: int) -> None:
+def test_a_server_that_is_lost_comes_back_with_the_weights(run: Run, point: Point, index: int) -> None:
     before, urls = run.checksums(), run.urls
     for order in run.servers.orders.values():
         order.taken.clear()
-    run.servers.at = {point: lambda: run.kill(index)}
+    run.workers.call(StrikingWorker.strike_at, point, index, run.process_group(index))
     run.step()
-    assert not run.servers.at, f"{point} did not come"
     # The one that is well goes through all of it; the lost one up to what it was asked last, and its successor has
     # released nothing.
     other = 1 - index

@@ -177,7 +177,7 @@ def test_a_sample_is_judged_while_others_wait_to_be_generated(bench: Bench) -> N
     async def run() -> tuple[dict[str, Any], list[str]]:
         worker = RolloutWorker(*args, **kwargs)
         worker.connect(*bench.policy_arguments)
-        await worker.connect_judge(bench.servers.servers.replicas, bench.servers.servers.clients)
+        await worker.connect_judge(bench.servers.servers.replicas, bench.servers.servers.settings)
         score = worker._score
 
         async def gated(dataset: str, prompt: Any, output: Any) -> Any:
@@ -255,7 +255,7 @@ def test_a_program_may_score_its_own_sample(bench: Bench, tmp_path: Path) -> Non
     async def run() -> tuple[dict[str, Any], list[list[int]], list[list[bool]]]:
         worker = RolloutWorker(*args, **kwargs)
         worker.connect(*bench.policy_arguments)
-        await worker.connect_judge(bench.servers.servers.replicas, bench.servers.servers.clients)
+        await worker.connect_judge(bench.servers.servers.replicas, bench.servers.servers.settings)
         generated = await asyncio.wait_for(worker.generate("train", GROUPS, 1, SAMPLING, keep=True), TIMEOUT_S)
         tokens = worker.batches[generated.batch_id].tokens
         starts = generated.samples["prompt_length"]

@@ -25,7 +25,7 @@ from scalerl.parallel.layout import Layout
 from scalerl.rollout.servers.client import GenerateRequest, RolloutClient, SamplingParams
 from scalerl.rollout.servers.process import RolloutServer, start_on_free_port
 from scalerl.rollout.servers.replica import Replica
-from scalerl.rollout.sync.feeds import plan_leads
+from scalerl.rollout.sync.session import plan_leads
 from scalerl.trainer.ranks.rl_worker import RLWorker
 from scalerl.trainer.ranks.roles import TOKENS, MegatronActor
 from scalerl.trainer.ranks.worker import MegatronWorker
@@ -181,8 +181,8 @@ def test_servers_serve_what_was_trained(
     # Every rank takes part; of a broadcast those that send to a server, and no others, have the model.
     num_bytes, world_size = sum(array.nbytes for array in weights.values()), trainer.layout.world_size
     senders = plan_leads(len(KINDS), world_size) if transport == "broadcast" else range(world_size)
-    assert [part["num_bytes"] for part in parts] == [num_bytes * (rank in senders) for rank in range(world_size)]
-    assert parts[0]["num_buckets"] > 1
+    assert [part.num_bytes for part in parts] == [num_bytes * (rank in senders) for rank in range(world_size)]
+    assert parts[0].num_buckets > 1
     hf = AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32).eval()
     hf.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in weights.items()})
     trained = Model(model.path, hf)

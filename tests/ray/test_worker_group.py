@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -135,24 +134,12 @@ def test_a_registered_method_stays_a_method(group: WorkerGroup) -> None:
     assert worker.fail(0) == 3 and worker.first(1) == (3, (1,), {})
 
 
-def test_answers_carry_readings_of_the_end_of_the_call(group: WorkerGroup) -> None:
-    """They are no part of the values, and a call that carries none leaves none: it may have changed what was read."""
-    assert group.call(PlainWorker.fill, 5) == [0, 1, 2, 3]
-    assert group.readings == [(rank, 5) for rank in range(4)]
-    batch = place(LENGTHS)
-    assert group.call(PlainWorker.fill_with_rows, batch) == ({"num_rows": Metric(12.0, "sum", 4.0)}, {}, ANY)
-    rows = [len(batch.plan.rows(LAYOUT.coordinates(rank).dp_rank)) for rank in range(4)]
-    assert group.readings == [(rank, 5 + count) for rank, count in enumerate(rows)]
-    group.call(PlainWorker.first)
-    assert group.readings is None
-
-
 def test_many_ranks_are_waited_for_together_and_a_row_is_sent_once_per_data_parallel_rank(
     group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """64 ranks, for which four processes answer: four tensor-parallel ranks each of 16 data-parallel ones."""
     many = WorkerGroup.__new__(WorkerGroup)
-    many.cls, many.layout, many.readings = PlainWorker, Layout(64, 4), None
+    many.cls, many.layout = PlainWorker, Layout(64, 4)
     many.timeout_s, many.limits, many.failures = group.timeout_s, {}, group.failures
     many.ranks = [group.ranks[rank % 4] for rank in range(64)]
     plan = plan_step([1] * 32, dp_size=16, mini_batches=[range(32)], max_tokens_per_micro_batch=2)

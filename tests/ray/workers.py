@@ -103,23 +103,6 @@ class PlainWorker(Worker):
         self.seen = seen
         return {}, None
 
-    # --- readings ---
-
-    filled = 0
-
-    @register(Dispatch.ONE_TO_ALL, with_reading=True)
-    def fill(self, amount: int) -> int:
-        self.filled += amount
-        return self.rank
-
-    @register(Dispatch.DP_COMPUTE_PROTO, with_reading=True)
-    def fill_with_rows(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
-        self.filled += len(shard)
-        return {"num_rows": Metric(float(len(shard)), "sum")}, None
-
-    def reading(self) -> tuple[int, int]:
-        return self.rank, self.filled
-
     # --- dispatch modes of one's own ---
 
     @register(dispatch_mode={"dispatch_fn": deal, "collect_fn": add_up}, execute_mode=Execute.ALL)
@@ -248,6 +231,41 @@ class SyncingWorker(RLWorker):
                 vars(client).pop(name, None)
             if client.engine.name == kind:
                 _lose_bucket(client, number)
+
+
+class StrikingWorker(RLWorker):
+    """A trainer rank that kills a server at a point at which it measures memory, or lacks memory there."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def strike_at(self, point: str | None, index: int = 0, process_group: int = 0) -> None:
+        """Kills a server once, when the rank that leads it measures at this point.  None: never.
+
+        process_group: of the server.  Released memory is not waited for: that of other processes says nothing.
+        """
+        memory, leads = self.weight_sync.memory, self.weight_sync.feeds[index].lead == self.rank
+        assert memory is not None
+        memory.wait_s = 0.0
+
+        def noted(at: Any, measured: Any) -> Any:
+            if at == point and leads:
+                del memory._noted
+                client = self.weight_sync.clients[self.weight_sync.feeds[index].replica.url]
+                os.killpg(process_group, signal.SIGKILL)
+                while client.healthy():
+                    time.sleep(0.05)
+            return type(memory)._noted(memory, at, measured)
+
+        vars(memory).pop("_noted", None)
+        if point is not None:
+            memory._noted = noted
+
+    @register(Dispatch.ONE_TO_ALL)
+    def lack_at(self, *points: str) -> None:
+        """Has every rank lack a byte at these points from now on, and at no other."""
+        assert self.weight_sync.memory is not None
+        vars(self.weight_sync.memory).pop("lack", None)
+        if points:
+            self.weight_sync.memory.lack = lambda at, *_: (1, "in this test") if at in points else None
 
 
 def _lose_bucket(client: RolloutClient, number: int | None) -> None:

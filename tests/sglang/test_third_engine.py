@@ -13,18 +13,16 @@ import torch
 from scalerl.config.rollout_engines import ROLLOUT_ENGINES, EngineTraits
 from scalerl.config.schema import RolloutConfig
 from scalerl.rollout.generation import generate_samples
-from scalerl.rollout.servers.cache_size import small_caches
 from scalerl.rollout.servers.checksums import checksum_differences
 from scalerl.rollout.servers.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
-from scalerl.rollout.servers.control import ServerControl
+from scalerl.rollout.servers.control import continue_generation, pause, small_caches
 from scalerl.rollout.servers.engines import ENGINES, Launch
-from scalerl.rollout.servers.host import ReplicaHost, ServerSettings
+from scalerl.rollout.servers.host import ServerHost, ServerSettings
 from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.servers.replica import ClientSettings, Replica
 from scalerl.rollout.servers.weights import Bucket, expected_checksums
-from scalerl.rollout.sync.delivery import Delivery
-from scalerl.rollout.sync.feeds import feeds_of
-from scalerl.rollout.sync.transports.shared import load_bucket
+from scalerl.rollout.sync.session import SyncSession, feeds_of
+from scalerl.rollout.sync.transports.memory import load_bucket
 from tests.sglang.third_engine import VOCAB, ThirdEngine
 
 REQUESTS = [
@@ -35,18 +33,18 @@ CLIENTS = ClientSettings(POLICY, max_model_len=64, timeout_s=60.0, max_concurren
 
 
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ReplicaHost]:
+def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ServerHost]:
     """Without Ray, which a host needs to be on another node alone."""
     monkeypatch.setitem(ROLLOUT_ENGINES, ThirdEngine.name, EngineTraits(repeats_draws=True))
     monkeypatch.setitem(ENGINES, ThirdEngine.name, ThirdEngine())
     launch = Launch("/model", RolloutConfig(name="third", start_timeout_s=60.0), "cpu", CLIENTS.max_model_len)
-    host = ReplicaHost(0, ServerSettings(launch, POLICY, single_node=True), log_dir=str(tmp_path))
+    host = ServerHost(0, ServerSettings(launch, POLICY, single_node=True), log_dir=str(tmp_path))
     yield host
     host.stop()
 
 
 @pytest.fixture
-def replica(host: ReplicaHost) -> Replica:
+def replica(host: ServerHost) -> Replica:
     url, key = host.start()
     return Replica(url, ThirdEngine.name, 1, key)
 
@@ -78,15 +76,15 @@ def test_it_is_asked(client: RolloutClient) -> None:
 def test_it_is_fed_and_proven(client: RolloutClient, replica: Replica) -> None:
     weights = [("step", torch.tensor([3], dtype=torch.uint8)), ("spare", torch.arange(4.0))]
     (feed,) = feeds_of("shared", [replica], 1)
-    delivery = Delivery(
+    session = SyncSession(
         [feed], {replica.url: client}, {}, rank=0, policy_version=7, bucket_bytes=1, verify=False
     )  # fmt: skip
-    delivery.call(feed, "begin", RolloutClient.begin_weight_update)
+    session.call(feed, "begin", RolloutClient.begin_weight_update)
     for tensor in weights:
-        load_bucket(delivery, feed, Bucket([tensor]))
-    delivery.call(feed, "end", lambda client: client.end_weight_update(7))
-    served = delivery.call(feed, "check", RolloutClient.checksums)
-    assert delivery.failed == {}
+        load_bucket(session, feed, Bucket([tensor]))
+    session.call(feed, "end", lambda client: client.end_weight_update(7))
+    served = session.call(feed, "check", RolloutClient.checksums)
+    assert session.failed == {}
     assert checksum_differences(expected_checksums(weights, {}, 1, ThirdEngine.name), served) == []
     wrong = [*weights[:1], ("spare", torch.zeros(4))]
     assert checksum_differences(expected_checksums(wrong, {}, 1, ThirdEngine.name), served)
@@ -101,7 +99,7 @@ def test_samples_go_on_where_they_were_interrupted(client: RolloutClient, replic
     # On a loaded machine the interruption may come when more is done.
     for _ in range(5):
         client.set_policy_version(0)
-        outputs = interrupted_at_the_first(client, ServerControl(CLIENTS, [replica]))
+        outputs = interrupted_at_the_first(client)
         assert [output.output_ids for output in outputs] == [output.output_ids for output in whole]
         versions = {output.key: [version for _, version in output.version_spans] for output in outputs}
         if versions == expected:
@@ -109,14 +107,14 @@ def test_samples_go_on_where_they_were_interrupted(client: RolloutClient, replic
     pytest.fail(f"{versions}, not {expected}")
 
 
-def interrupted_at_the_first(client: RolloutClient, control: ServerControl) -> list[GenerateOutput]:
+def interrupted_at_the_first(client: RolloutClient) -> list[GenerateOutput]:
     """All samples; when the first has come the server is paused, and goes on as version 4."""
     failed: list[dict[int, str]] = []
 
     def interrupt() -> None:
-        failed.append(control.pause())
+        failed.append(pause({0: client}))
         client.set_policy_version(4)
-        failed.append(control.continue_generation())
+        failed.append(continue_generation({0: client}))
 
     interrupting = threading.Thread(target=interrupt)
 
@@ -139,24 +137,26 @@ def test_what_ends_early_comes_back_with_what_it_has(client: RolloutClient) -> N
 
 
 def test_it_gives_its_device_back(client: RolloutClient, replica: Replica) -> None:
-    control = ServerControl(CLIENTS, [replica])
-    assert control.release("kv_cache") == {} == control.release("weights")
-    assert control.clients[0].released == {"table", "counter"}
+    tags = client.engine.memory_tags
+    client.release(tags["kv_cache"])
+    client.release(tags["weights"])
+    assert client.released == {"table", "counter"}
     with pytest.raises(RolloutError, match=r"/v3/complete refused request '[a-z]': asleep: \['counter', 'table'\]"):
         ask(client)
-    assert control.resume("weights") == {} == control.resume("kv_cache")
+    client.resume(tags["weights"])
+    client.resume(tags["kv_cache"])
     assert len(ask(client)) == 3
 
 
 def test_its_cache_is_measured_in_its_blocks(client: RolloutClient, replica: Replica) -> None:
-    control = ServerControl(CLIENTS, [replica])
+    clients = {0: client}
     # It has 48 tokens: three blocks of 16.
-    assert list(small_caches(control, [0], 63)) == []
-    (said,) = small_caches(control, [0], 64)
+    assert list(small_caches(clients, 63)) == []
+    (said,) = small_caches(clients, 64)
     assert said.startswith(
         f"rollout server 0 ({client.url}) has a KV cache of 48 tokens, not the 64 of the memory plan"
     )
-    assert list(small_caches(control, [0], None)) == []
+    assert list(small_caches(clients, None)) == []
 
 
 def test_its_refusals_are_told_in_its_words(client: RolloutClient, replica: Replica) -> None:
@@ -168,7 +168,7 @@ def test_its_refusals_are_told_in_its_words(client: RolloutClient, replica: Repl
         stranger.checksums()
 
 
-def test_it_forgets_a_run_and_is_started_again(client: RolloutClient, host: ReplicaHost) -> None:
+def test_it_forgets_a_run_and_is_started_again(client: RolloutClient, host: ServerHost) -> None:
     client.set_policy_version(9)
     host.leave()
     assert ask(client)[0].policy_version == 0

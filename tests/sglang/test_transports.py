@@ -22,11 +22,9 @@ from scalerl.rollout.servers.replica import Replica
 from scalerl.rollout.servers.supervise import descendants
 from scalerl.rollout.servers.update_group import address_towards, in_sending_order, pack_bytes
 from scalerl.rollout.servers.weights import checksum_differences, expected_checksums
-from scalerl.rollout.sync.delivery import Delivery
-from scalerl.rollout.sync.feed_groups import FeedGroups
-from scalerl.rollout.sync.feeds import Feed
+from scalerl.rollout.sync.session import Feed, SyncSession
 from scalerl.rollout.sync.transports.broadcast import BroadcastTransport
-from scalerl.rollout.sync.transports.gathered import GatheredTransport
+from scalerl.rollout.sync.transports.memory import GatheredTransport
 from tests.lanes import full
 from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, START_TIMEOUT_S, Engine, Model, rollout_config
 
@@ -60,26 +58,26 @@ def deliver(
     config: dict,
     policy_version: int,
     tp_size: int = 1,
-) -> Delivery:
+) -> SyncSession:
     """A whole sync, as one trainer rank that leads all of the engines does it."""
     feeds = [Feed(index, Replica(e.server.url, e.kind, tp_size, e.server.key), (0,)) for index, e in enumerate(engines)]
     expected = {feed.index: feed.replica.expected_checksums(config) for feed in feeds}
     clients = {engine.server.url: engine.client for engine in engines}
-    delivery = Delivery(feeds, clients, expected, rank=0, policy_version=policy_version, bucket_bytes=1, verify=True)
+    session = SyncSession(feeds, clients, expected, rank=0, policy_version=policy_version, bucket_bytes=1, verify=True)
     for feed in feeds:
-        delivery.call(feed, "begin", lambda client: client.begin_weight_update())
-    transport.send(delivery)
+        session.call(feed, "begin", lambda client: client.begin_weight_update())
+    transport.send(session)
     for feed in feeds:
-        delivery.call(feed, "end", lambda client: client.end_weight_update(policy_version))
-    return delivery
+        session.call(feed, "end", lambda client: client.end_weight_update(policy_version))
+    return session
 
 
-def assert_serves(engine: Engine, model: Model, delivery: Delivery, index: int = 0) -> None:
-    assert checksum_differences(delivery.expected[index].result(), engine.client.checksums()) == []
+def assert_serves(engine: Engine, model: Model, session: SyncSession, index: int = 0) -> None:
+    assert checksum_differences(session.expected[index].result(), engine.client.checksums()) == []
     requests = [GenerateRequest(row, prompt, 1, GREEDY, [0]) for row, prompt in enumerate(PROMPTS)]
     for prompt, output in zip(PROMPTS, engine.generate(requests), strict=True):
         assert output.output_ids == model.greedy(prompt, GREEDY.max_new_tokens)
-        assert output.policy_version == delivery.policy_version
+        assert output.policy_version == session.policy_version
 
 
 @pytest.fixture
@@ -137,7 +135,7 @@ def test_the_next_bucket_is_gathered_while_one_is_sent(
     weights = model_b.weights()
     transport = transport_of(weights, before)
     if kind == "gathered":
-        transport = GatheredTransport(exporter(weights, before), FeedGroups([]))
+        transport = GatheredTransport(exporter(weights, before))
     send, asked = transport._send, []
 
     def send_then(*arguments: Any) -> None:
@@ -145,9 +143,9 @@ def test_the_next_bucket_is_gathered_while_one_is_sent(
         send(*arguments)
 
     monkeypatch.setattr(transport, "_send", send_then)
-    delivery = deliver(transport, [engine], model_b.hf.config.to_dict(), 3)
-    assert asked == [True] * NUM_BUCKETS and delivery.failed == {}
-    assert_serves(engine, model_b, delivery)
+    session = deliver(transport, [engine], model_b.hf.config.to_dict(), 3)
+    assert asked == [True] * NUM_BUCKETS and session.failed == {}
+    assert_serves(engine, model_b, session)
 
 
 def test_outside_of_a_session_the_engine_refuses(
@@ -156,12 +154,12 @@ def test_outside_of_a_session_the_engine_refuses(
     before = engine.client.checksums()
     transport = transport_of(model_b.weights()[:2])
     feed = Feed(0, Replica(engine.server.url, engine.kind, 1, engine.server.key), (0,))
-    delivery = Delivery(
+    session = SyncSession(
         [feed], {engine.server.url: engine.client}, {}, rank=0, policy_version=9, bucket_bytes=1, verify=True
     )
-    delivery.call(feed, "begin", lambda client: None)
-    transport.send(delivery)
-    assert "must run between" in delivery.failed[0]
+    session.call(feed, "begin", lambda client: None)
+    transport.send(session)
+    assert "must run between" in session.failed[0]
     assert transport.groups == {}, "a group whose members are at different places is no use"
     assert engine.client.checksums() == before
 
@@ -202,17 +200,17 @@ def test_a_server_that_is_lost_takes_no_other_with_it_and_its_successor_joins(
 
     config = model_a.hf.config.to_dict()
     transport = transport_of(model_b.weights(), kill)
-    delivery = deliver(transport, [lost, engine], config, 6)
-    assert list(delivery.failed) == [0] and lost.server.url in delivery.failed[0]
-    assert_serves(engine, model_b, delivery, 1)
+    session = deliver(transport, [lost, engine], config, 6)
+    assert list(session.failed) == [0] and lost.server.url in session.failed[0]
+    assert_serves(engine, model_b, session, 1)
     assert list(transport.groups) == [1]
 
     transport.export = exporter(model_b.weights())
     successor = start_on_ipv6(model_a, tmp_path)
-    delivery = deliver(transport, [successor, engine], config, 6)
-    assert delivery.failed == {}
+    session = deliver(transport, [successor, engine], config, 6)
+    assert session.failed == {}
     for index, served in enumerate((successor, engine)):
-        assert_serves(served, model_b, delivery, index)
+        assert_serves(served, model_b, session, index)
     successor.server.stop()
 
 

@@ -32,8 +32,7 @@ from scalerl.rollout.servers.recovery import LostServer
 from scalerl.rollout.servers.replica import ClientSettings
 from scalerl.rollout.servers.server_set import ServerSet
 from scalerl.rollout.servers.weights import checksum_differences, expected_checksums
-from scalerl.rollout.sync.delivery import Delivery
-from scalerl.rollout.sync.feeds import Feed
+from scalerl.rollout.sync.session import Feed, SyncSession
 from scalerl.rollout.sync.transports.broadcast import BroadcastTransport
 from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, rollout_config
 
@@ -74,9 +73,9 @@ class Sync:
         """By broadcast; returns what the server then says."""
         self.weights = weights_of(model)
         (replica,), config = self.servers.replicas, json.loads((model / "config.json").read_text())
-        feed, client = Feed(0, replica, (0,)), self.servers.control.clients[0]
+        feed, client = Feed(0, replica, (0,)), self.servers.clients[0]
         expected = {0: replica.expected_checksums(config)}
-        delivery = Delivery(
+        session = SyncSession(
             [feed],
             {replica.url: client},
             expected,
@@ -85,12 +84,12 @@ class Sync:
             bucket_bytes=1,
             verify=True,
         )
-        delivery.call(feed, "begin", RolloutClient.begin_weight_update)
-        self.transport.send(delivery)
-        delivery.call(feed, "end", lambda client: client.end_weight_update(policy_version))
+        session.call(feed, "begin", RolloutClient.begin_weight_update)
+        self.transport.send(session)
+        session.call(feed, "end", lambda client: client.end_weight_update(policy_version))
         served = client.checksums()
         return {
-            "failed": delivery.failed,
+            "failed": session.failed,
             "wrong": checksum_differences(expected[0].result(), served),
             "ranks": len(served),
             "answers": answers(client),
@@ -126,7 +125,7 @@ def lose_process(pool: ResourcePool, servers: ServerSet, node: int) -> None:
     """Kills what the server has on one node, and waits until it answers no more and nothing is left on any node."""
     on_node(pool, node, kill_schedulers)
     deadline = time.monotonic() + TIMEOUT_S
-    while asyncio.run(servers.control.clients[0].is_well()):
+    while asyncio.run(servers.clients[0].is_well()):
         assert time.monotonic() < deadline, "the server still answers"
     while any(pids for _, pids in (on_node(pool, node, schedulers) for node in range(pool.nnodes))):
         assert time.monotonic() < deadline, "processes are left"
@@ -183,9 +182,9 @@ def report(pool: ResourcePool, directory: Path) -> Iterator[tuple[str, Any]]:
     sync = Sync(servers)
     first = servers.replicas[0]
     yield "processes", [on_node(pool, node, schedulers) for node in range(pool.nnodes)]
-    yield "started", answers(servers.control.clients[0])
+    yield "started", answers(servers.clients[0])
     yield "broadcast", sync.send(model_b, 3)
-    client = servers.control.clients[0]
+    client = servers.clients[0]
     client.update_weights_from_disk(str(model_a), policy_version=4)
     config = json.loads((model_a / "config.json").read_text())
     wrong = checksum_differences(expected_checksums(weights_of(model_a), config, TP_SIZE, "sglang"), client.checksums())
@@ -202,7 +201,7 @@ def report(pool: ResourcePool, directory: Path) -> Iterator[tuple[str, Any]]:
     servers.leave()
     servers = serve(pool, model_a, directory / "next")
     servers.wait_ready()
-    yield "kept", [servers.replicas[0].url == first.url, answers(servers.control.clients[0])]
+    yield "kept", [servers.replicas[0].url == first.url, answers(servers.clients[0])]
 
     lose_process(pool, servers, 1)
     servers.end_lost([LostServer(0, first.url, "it went away")])

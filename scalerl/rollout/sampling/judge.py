@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from scalerl.rewards.errors import RewardError
 from scalerl.rewards.judge import describe_failure, fill, load_question, read_number
 from scalerl.rewards.manager import ScoreRequest, ScoreResult
 from scalerl.rollout.servers.purpose import JUDGE
-from scalerl.rollout.servers.recovery import GenerationRecovery, LostServer, Replacements, ServerRecovery
+from scalerl.rollout.servers.recovery import GenerationRecovery, LostServer, Replacements
 from scalerl.rollout.servers.replica import ClientSettings, Replica
 from scalerl.rollout.servers.requests import GenerateOutput, GenerateRequest, RolloutError, SamplingParams
 
@@ -145,15 +145,14 @@ class JudgeServers:
             owns_devices=True,
             single_node=single_node,
         )
-        self.recovery = ServerRecovery(self.servers, self)
 
     def connect(self, workers: Sequence[Any]) -> None:
         """Waits until the servers answer, and connects the rollout workers to them. workers: their handles, which share
         each server's places. Raises ServerStartError with the last log lines of a server."""
         self.servers.wait_ready()
         self.workers = list(workers)
-        clients = self.servers.clients
-        share = replace(clients, max_concurrency=-(-clients.max_concurrency // len(self.workers)))
+        settings = self.servers.settings
+        share = replace(settings, max_concurrency=-(-settings.max_concurrency // len(self.workers)))
         self._ask([worker.connect_judge.remote(self.servers.replicas, share) for worker in self.workers])
         self.news = {worker.next_lost_judge.remote(): worker for worker in self.workers}
 
@@ -161,16 +160,11 @@ class JudgeServers:
         """Restarts the servers that a report in `news` names. Raises RolloutError when a server has no restart left."""
         worker = self.news.pop(told)
         lost: list[LostServer] = self._ask([told])[0]
-        self.recovery.replace(lost)
+        if self.servers.end_lost(lost):
+            successors = self.servers.restart_down()
+            # The workers send the requests of the lost servers again.
+            self._ask([each.replace_judge.remote(successors) for each in self.workers])
         self.news[worker.next_lost_judge.remote()] = worker
-
-    def replace(self, successors: Mapping[int, Replica]) -> None:
-        """Tells the rollout workers of restarted servers, which they do not ask before `in_service`."""
-        self._ask([worker.replace_judge.remote(successors) for worker in self.workers])
-
-    def in_service(self, indices: Sequence[int]) -> None:
-        """Puts restarted judge servers into service: the workers send the requests of the lost ones again."""
-        self._ask([worker.judge_in_service.remote(indices) for worker in self.workers])
 
     def _ask(self, calls: list[Any]) -> list[Any]:
         from scalerl.cluster.ask import values_of

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scalerl.cluster.pools import ResourcePool
 from scalerl.cluster.worker_group import WorkerGroup
@@ -19,17 +17,18 @@ from scalerl.config.schema import PPOConfig
 from scalerl.config.weight_transport import weight_directory
 from scalerl.rollout.sampling.rollout_workers import RolloutWorkers
 from scalerl.rollout.server_choice import max_in_flight
-from scalerl.rollout.servers.control import ServerControl
 from scalerl.rollout.servers.engines import ENGINES
 from scalerl.rollout.servers.purpose import POLICY
-from scalerl.rollout.servers.recovery import LostServer, ServerRecovery
+from scalerl.rollout.servers.recovery import LostServer
 from scalerl.rollout.servers.replica import ClientSettings, Replica
 from scalerl.rollout.servers.server_set import ServerSet
-from scalerl.rollout.sync.feeds import plan_feeds
-from scalerl.rollout.sync.handover import RELEASE_WAIT_S, Handover, HandoverError, HandoverPoint, RankMemory
+from scalerl.rollout.sync.handover import Part, Point, check_room
 from scalerl.rollout.sync.order import Step, SyncOrder
 from scalerl.rollout.sync.weight_source import WeightSource
 from scalerl.tracking.metrics import Metric, Metrics, merge_metrics
+
+if TYPE_CHECKING:
+    from scalerl.rollout.sync.session import RankReport
 
 # The number of syncs at the start of a run that are all verified.
 VERIFIED_FIRST = 3
@@ -74,14 +73,14 @@ class PolicyServers:
         self.timeout_s = config.trainer.timeout_s
         self.num_syncs = 0
         self.policy_version = 0
-        self.handover = Handover(ENGINES[self.rollout.name].keep_less)
-        # Part of a phase -> seconds, until the next sync reports them.
-        self.parts_s: dict[str, float] = {}
+        # Metrics of releases and saves, until the next sync reports them.
+        self.metrics: Metrics = {}
         self.gpu_ids, self.log_dir = gpu_ids, log_dir
         self.single_node, self.first_step = single_node, first_step
         # From `start` on.
         self._server_set: ServerSet | None = None
-        # Index -> where that server is in the order of its steps, from `wait_ready` on. In a sync the ranks have them.
+        # Index -> where that server is in the order of its steps, from `wait_ready` on. During a call of `_ask_ranks`
+        # the ranks have the orders.
         self.orders: dict[int, SyncOrder] = {}
 
     def start(self) -> None:
@@ -112,9 +111,8 @@ class PolicyServers:
         """Waits until all servers answer, then connects them to the rollout workers and the trainer's ranks."""
         self.server_set.wait_ready()
         self.workers, self.rollout_workers = workers, rollout_workers
-        self.recovery = ServerRecovery(self.server_set, rollout_workers, self._give_weights)
         self.orders = {index: self._new_order(index) for index in range(len(self.replicas))}
-        rollout_workers.connect(self.replicas, self.server_set.clients, self.rollout.seed)
+        rollout_workers.connect(self.replicas, self.server_set.settings, self.rollout.seed)
         workers.call(
             WeightSource.connect_rollout,
             self.replicas,
@@ -127,6 +125,9 @@ class PolicyServers:
             transport=transport_of(self.config),
             directory=self._weights_directory(),
             model_path=self.model.path,
+            shares_devices=not self.owns_devices,
+            hands_over=self._hands_over,
+            keep_less=ENGINES[self.rollout.name].keep_less,
         )
 
     def _weights_directory(self) -> str | None:
@@ -137,10 +138,6 @@ class PolicyServers:
     def replicas(self) -> list[Replica]:
         """The servers that run now; a restarted server has another url."""
         return self.server_set.replicas
-
-    @property
-    def control(self) -> ServerControl:
-        return self.server_set.control
 
     @property
     def num_restarts(self) -> int:
@@ -183,21 +180,87 @@ class PolicyServers:
         Returns index -> error of servers that failed.
         """
         self.mark_drained()
-        return self.control.pause()
+        return self.server_set.pause()
 
     def resume_interrupted(self) -> None:
         """Continues the samples that `pause` interrupted; servers that cannot continue are replaced."""
         # First, for a server with weights that are not defined must not be asked.
         self.mark_serving()
-        self.server_set.end_failed(self.control.continue_generation())
-        self.recovery.serve()
+        self.server_set.end_failed(self.server_set.continue_generation())
+        self.restart_down()
         # The successors of those that could not.
         self.mark_serving()
 
     def replace(self, lost: Sequence[LostServer], *, generating: bool) -> None:
         """Ends what is left of lost servers, and starts successors with the weights that the generation began with."""
-        if self.recovery.replace(lost) and generating:
-            self.mark_serving()
+        if self.server_set.end_lost(lost):
+            self.restart_down()
+            if generating:
+                self.mark_serving()
+
+    # --- weights ---
+
+    def sync(self, policy_version: int) -> Metrics:
+        """Gives all drained servers the trainer's weights, those that are down as well; returns the sync's metrics."""
+        self.policy_version = policy_version
+        # What the ranks measured before the first sync is reported in the first step.
+        with_memory = self.num_syncs > 0
+        rounds = [self.send_weights(self._up, verify=self._is_verified, with_memory=with_memory)] if self._up else []
+        rounds += self.restart_down()
+        self.num_syncs += 1
+        metrics, self.metrics = self.metrics, {}
+        return metrics | sync_metrics(rounds)
+
+    def send_weights(self, indices: Collection[int], *, verify: bool, with_memory: bool = False) -> list[RankReport]:
+        """Gives servers the trainer's weights as self.policy_version: memory back -> send -> verify -> KV cache back.
+
+        indices: of servers that are drained.  verify: compares checksums.  with_memory: as `WeightSource.sync_weights`.
+        A server that fails is ended, and down then. Returns the ranks' reports.
+        """
+        return self._ask_ranks(
+            WeightSource.sync_weights, self.policy_version, indices=indices, verify=verify, with_memory=with_memory
+        )
+
+    def restart_down(self) -> list[list[RankReport]]:
+        """Brings the servers that are down into service: restarts them, connects them and sends them the weights.
+
+        Returns the ranks' reports of each round of restarts: a server that fails once more is restarted again.
+        """
+        rounds = []
+        while self.server_set.down:
+            successors = self.server_set.restart_down()
+            self.rollout_workers.replace(successors)
+            self.workers.call(WeightSource.reconnect_rollout, successors)
+            self.orders |= {index: self._new_order(index) for index in successors}
+            # They are new, or what they served is not known.
+            rounds.append(self.send_weights(successors, verify=self.rollout.verify_weights_every > 0))
+            if serving := sorted(successors.keys() - self.server_set.down.keys()):
+                self.rollout_workers.in_service(serving)
+        return rounds
+
+    @property
+    def _is_verified(self) -> bool:
+        """Whether the next sync is verified."""
+        return verification_is_due(self.num_syncs, self.rollout.verify_weights_every)
+
+    @property
+    def _up(self) -> list[int]:
+        """Indices of the servers that run."""
+        return [index for index in range(len(self.replicas)) if index not in self.server_set.down]
+
+    def _ask_ranks(self, method: Any, *args: Any, indices: Collection[int], **options: Any) -> list[RankReport]:
+        """Has the ranks make a call about these servers, whose orders each server's lead has meanwhile.
+
+        Servers that failed are ended. Raises RolloutError for one that is well and refuses.
+        """
+        orders = {index: self.orders.pop(index) for index in indices}
+        reports: list[RankReport] = self.workers.call(method, *args, orders=orders, **options)
+        failed: dict[int, str] = {}
+        for report in reports:
+            self.orders |= report.orders
+            failed |= report.failed
+        self.server_set.end_failed(failed)
+        return reports
 
     # --- the device ---
 
@@ -211,19 +274,16 @@ class PolicyServers:
         A server that is lost now is restarted when the trainer has left the device. Raises HandoverError where the
         trainer's parts have no room.
         """
-        failed: dict[int, str] = {}
-        if self._hands_over:
-            self.workers.readings = None
-            self._measure_memory("before_release")
-            self._advance("release_kv", self.orders)
-            with self._timed("gen/release_kv"):
-                failed |= self.control.release("kv_cache")
-            self._measure_memory("after_release_kv", wait_s=self._release_wait_s)
-            self._advance("release_weights", self.orders)
-            with self._timed("gen/release_weights"):
-                failed |= self.control.release("weights", skip=failed)
-            self.server_set.end_failed(failed)
-        self._measure_memory("after_release", wait_s=self._release_wait_s if self._hands_over else 0.0)
+        if not self._hands_over:
+            return
+        reports = self._release({"kv_cache": "after_release_kv", "weights": "after_release"})
+        check_room(report.lack for report in reports)
+        self.metrics |= seconds_of("gen", reports)
+
+    def _release(self, points: Mapping[Part, Point]) -> list[RankReport]:
+        reports = self._ask_ranks(WeightSource.release_servers, points, indices=self._up)
+        self.metrics |= merge_metrics(report.metrics for report in reports)
+        return reports
 
     @contextlib.contextmanager
     def lend_device(self) -> Iterator[None]:
@@ -236,146 +296,18 @@ class PolicyServers:
         if not self._hands_over:
             yield
             return
-        self._advance("release_kv", self.orders)
-        failed = self.control.release("kv_cache")
-        beside_weights = self._have_room("before_save")
-        if not beside_weights:
-            self._advance("release_weights", self.orders)
-            self.server_set.end_failed(failed | self.control.release("weights", skip=failed))
-            self._measure_memory("before_save_alone", wait_s=self._release_wait_s)
+        have_room = not any(report.lack for report in self._release({"kv_cache": "before_save"}))
+        if not have_room:
+            check_room(report.lack for report in self._release({"weights": "before_save_alone"}))
         yield
-        self.workers.readings = None
-        if not beside_weights:
-            if self.num_syncs:
-                # Its seconds are the save's.
-                parts_s, self.parts_s = self.parts_s, {}
-                self.recovery.serve(range(len(self.replicas)))
-                self.parts_s = parts_s
-            return
-        self._measure_memory("after_save")
-        self._advance("resume_kv", self.orders)
-        self.server_set.end_failed(failed | self.control.resume("kv_cache"))
+        if have_room:
+            reports = self._ask_ranks(WeightSource.resume_caches, indices=self._up)
+            self.metrics |= merge_metrics(report.metrics for report in reports)
+        elif self.num_syncs:
+            # Its seconds are the save's.
+            self.send_weights(self._up, verify=self._is_verified)
         if self.num_syncs:
-            self.recovery.serve()
-
-    def _have_room(self, point: HandoverPoint) -> bool:
-        try:
-            self._measure_memory(point, wait_s=self._release_wait_s)
-        except HandoverError:
-            return False
-        return True
-
-    # Seconds within which released memory is free on every rank.
-    _release_wait_s = RELEASE_WAIT_S
-
-    def _measure_memory(
-        self, point: HandoverPoint, indices: Iterable[int] | None = None, *, wait_s: float = 0.0
-    ) -> None:
-        """Measures free memory on the trainer's devices; does nothing for servers with a pool of their own.
-
-        indices: of the replicas that next take back what they released; None: all.
-        wait_s: most seconds to wait for released memory to be free; above 0 after a release.
-        """
-        if not self.config.actor_rollout_ref.hybrid_engine:
-            return
-
-        def measure() -> list[RankMemory]:
-            return self.workers.call(WeightSource.device_memory)
-
-        if wait_s:
-            self.handover.record_released(point, measure, wait_s=wait_s)
-            return
-        feeds = plan_feeds(self.replicas, self.workers.layout.world_size)
-        servers = None if indices is None else {rank for index in indices for rank in feeds[index]}
-        # The last call's readings hold as long as no server took or gave back memory since.
-        self.handover.record(point, self.workers.readings or measure(), servers=servers)
-
-    @contextlib.contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        began = time.monotonic()
-        yield
-        self.parts_s[name] = self.parts_s.get(name, 0.0) + time.monotonic() - began
-
-    # --- weights ---
-
-    def sync(self, policy_version: int) -> Metrics:
-        """Gives all drained servers the trainer's weights: weights back on the device -> sync -> KV cache back."""
-        self.policy_version = policy_version
-        rounds: list[list[dict[str, Any]]] = []
-        # What the ranks measured before the first sync is reported in the first step.
-        give_weights = partial(self._give_weights, rounds=rounds, with_memory=self.num_syncs > 0)
-        self.recovery.serve(range(len(self.replicas)), before_service=give_weights)
-        self.num_syncs += 1
-        slowest = [max(parts, key=lambda part: part["sync_s"]) for parts in rounds]
-        send_s = sum(part["sync_s"] for part in slowest)
-        # Ranks on which no server depends have no buckets.
-        bytes_of_rounds = [max(part["num_bytes"] for part in parts) for parts in rounds]
-        verify_s = sum(max(part["verify_s"] for part in parts) for parts in rounds)
-        parts_s, self.parts_s = self.parts_s, {}
-        return {
-            "timing_s/update_weights/send": Metric(send_s, "max"),
-            "timing_s/update_weights/verify": Metric(verify_s, "max"),
-            "perf/update_weights_gb": Metric(max(bytes_of_rounds) / 1e9, "max"),
-            "perf/update_weights_gb_per_s": Metric(sum(bytes_of_rounds) / 1e9 / send_s, "max"),
-            "perf/update_weights_buckets": Metric(max(part["num_buckets"] for part in slowest), "max"),
-            "perf/update_weights_bucket_mb": Metric(min(part["bucket_bytes"] for part in slowest) / 2**20, "min"),
-            **{f"timing_s/{name}": Metric(seconds, "max") for name, seconds in parts_s.items()},
-            **self.handover.metrics(),
-            **merge_metrics(part.get("memory", {}) for parts in rounds for part in parts),
-        }
-
-    def _give_weights(
-        self,
-        successors: Mapping[int, Replica],
-        running: Collection[int],
-        *,
-        rounds: list[list[dict[str, Any]]] | None = None,
-        with_memory: bool = False,
-    ) -> dict[int, str]:
-        """Gives servers the trainer's weights as self.policy_version, before they serve (`ServerRecovery`).
-
-        rounds: gets the ranks' reports.  with_memory: as `WeightSource.sync_weights` has it.
-        Returns index -> why, of servers that failed.
-        """
-        if successors:
-            self.orders |= {index: self._new_order(index) for index in successors}
-            self.workers.call(WeightSource.reconnect_rollout, successors)
-        every = self.rollout.verify_weights_every
-        # Restarted servers are new, or what they served is not known.
-        verify = verification_is_due(self.num_syncs, every) or (bool(successors) and every > 0)
-        self._measure_memory("before_sync", running)
-        failed = self._resume("weights", running) if running else {}
-        synced = sorted({*running, *successors} - failed.keys())
-        reports = self.workers.call(
-            WeightSource.sync_weights,
-            self.policy_version,
-            verify=verify,
-            # Each goes to the rank that asks its server now, and comes back with the report.
-            orders={index: self.orders.pop(index) for index in synced},
-            raise_errors=False,
-            with_memory=with_memory,
-        )
-        for report in reports:
-            self.orders |= report["orders"]
-            failed |= report["failed"]
-        if rounds is not None:
-            rounds.append(reports)
-        synced = set(running) - failed.keys()
-        self._measure_memory("after_sync", synced)
-        return failed | (self._resume("kv_cache", synced) if running else {})
-
-    def _resume(self, part: str, indices: Collection[int]) -> dict[int, str]:
-        step: Step = "resume_weights" if part == "weights" else "resume_kv"
-        # Before the first sync only a load has released anything, and that only where memory is short.
-        if not self._hands_over or not any(step in self.orders[index].allowed for index in indices):
-            return {}
-        point: HandoverPoint = "after_resume_weights" if part == "weights" else "after_resume_kv"
-        self._advance(step, indices)
-        with self._timed(f"update_weights/{step}"):
-            failed = self.control.resume(part)
-        self.workers.readings = None
-        self._measure_memory(point)
-        return failed
+            self.restart_down()
 
     def _advance(self, step: Step, indices: Iterable[int]) -> None:
         """Takes a step in the order of these servers; raises WrongOrderError if one of them may not take it."""
@@ -384,3 +316,29 @@ class PolicyServers:
 
     def _new_order(self, index: int) -> SyncOrder:
         return SyncOrder(self.replicas[index].url, serving=False)
+
+
+def sync_metrics(rounds: Sequence[Sequence[RankReport]]) -> Metrics:
+    """The metrics of a sync.  rounds: the ranks' reports of each round: first all servers, then those restarted."""
+    slowest = [max(reports, key=lambda report: report.seconds["send"]) for reports in rounds]
+    send_s = sum(report.seconds["send"] for report in slowest)
+    verify_s = sum(max(report.seconds.get("verify", 0.0) for report in reports) for reports in rounds)
+    # Ranks on which no server depends have no buckets.
+    bytes_of_rounds = [max(report.num_bytes for report in reports) for reports in rounds]
+    reports = [report for of_round in rounds for report in of_round]
+    return {
+        **seconds_of("update_weights", reports),
+        "timing_s/update_weights/send": Metric(send_s, "max"),
+        "timing_s/update_weights/verify": Metric(verify_s, "max"),
+        "perf/update_weights_gb": Metric(max(bytes_of_rounds) / 1e9, "max"),
+        "perf/update_weights_gb_per_s": Metric(sum(bytes_of_rounds) / 1e9 / send_s, "max"),
+        "perf/update_weights_buckets": Metric(float(max(report.num_buckets for report in slowest)), "max"),
+        "perf/update_weights_bucket_mb": Metric(min(report.bucket_bytes for report in slowest) / 2**20, "min"),
+        **merge_metrics(report.metrics for report in reports),
+    }
+
+
+def seconds_of(phase: str, reports: Iterable[RankReport]) -> Metrics:
+    """The seconds of the parts of a call, each of the slowest rank."""
+    parts = [{f"timing_s/{phase}/{name}": Metric(s, "max") for name, s in report.seconds.items()} for report in reports]
+    return merge_metrics(parts)

@@ -181,12 +181,10 @@ class RolloutWorker(HeldBatches, Reusable):
         """Waits for lost servers of the judge, as `next_lost`."""
         return await self.judge.replacements.next_lost()
 
-    def replace_judge(self, successors: Mapping[int, Replica]) -> None:
-        """Takes restarted servers of the judge; no sample is sent there before `judge_in_service`."""
+    async def replace_judge(self, successors: Mapping[int, Replica]) -> None:
+        """Puts restarted servers of the judge into service."""
         self.judge.replacements.put(successors)
-
-    async def judge_in_service(self, indices: Sequence[int]) -> None:
-        await self.judge.replacements.in_service(indices)
+        await self.judge.replacements.in_service(successors)
 
     async def next_lost(self) -> list[LostServer]:
         """Waits for servers that a generation lost, and returns them; each is returned once."""

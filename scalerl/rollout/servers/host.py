@@ -1,25 +1,34 @@
-"""`ReplicaHost`, a Ray actor that owns a rollout server, and `ServerNode`, its process on a further node."""
+"""`ServerHost`, a Ray actor that owns the process of a rollout server on one node."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
 
 from scalerl.cluster.pools import Reusable
+from scalerl.rollout.servers.client import RolloutClient
 from scalerl.rollout.servers.engines import ENGINES, Command, Launch
-from scalerl.rollout.servers.process import START_TIMEOUT_S
+from scalerl.rollout.servers.process import (
+    POLL_INTERVAL_S,
+    START_TIMEOUT_S,
+    STOP_TIMEOUT_S,
+    RolloutServer,
+    free_port,
+    netloc,
+    start_on_free_port,
+    url_of,
+)
 from scalerl.rollout.servers.purpose import Purpose
 from scalerl.rollout.servers.replica import ClientSettings, Replica
-
-if TYPE_CHECKING:
-    from ray.actor import ActorHandle
-
-    from scalerl.rollout.servers.client import RolloutClient
-    from scalerl.rollout.servers.process import RolloutServer
 
 
 def in_device_order(gpu_ids: Sequence[int | str]) -> list[str]:
@@ -78,15 +87,11 @@ class ServerSettings:
     @property
     def address(self) -> str:
         """The address of this node at which the server listens."""
-        import ray
-
         return "127.0.0.1" if self.single_node else ray.util.get_node_ip_address()
 
     @property
     def gpu_ids(self) -> Sequence[int | str] | None:
         """The GPUs of this node that the server has; None on a CPU."""
-        import ray
-
         if self.launch.gpu_ids is None and self.launch.device == "cuda":
             return in_device_order(ray.get_gpu_ids())
         return self.launch.gpu_ids
@@ -97,20 +102,72 @@ class ServerSettings:
         restart = f".restart-{num_restarts}" if num_restarts else ""
         return Path(log_dir, f"rollout-{index}{node}{restart}.log")
 
+    def server(
+        self,
+        log: Path,
+        *,
+        host: str,
+        port: int,
+        seed: int,
+        dist_init_addr: str | None = None,
+        others: Sequence[ActorHandle] = (),
+        **options: Any,
+    ) -> RolloutServer:
+        """The process of the server on this node, not started yet.
 
-class ServerProcess(Reusable):
-    """Base class of actors that own a process of a server, which ends with the actor, which ends with the driver."""
+        others: with a server that directs those of further nodes.  options: further fields of the server.
+        """
+        gpu_ids = self.gpu_ids
+        command, env = self.command(host=host, port=port, seed=seed, gpu_ids=gpu_ids, dist_init_addr=dist_init_addr)
+        made = {"purpose": self.purpose, "ready_path": self.ready_path, **options}
+        url = url_of(host, port)
+        if not others:
+            return RolloutServer(command, env, url, log, **made)
+        return MultiNodeServer(command, env, url, log, self.start_timeout_s, others=list(others), **made)
 
-    def __init__(self, index: int, settings: ServerSettings, *, log_dir: str) -> None:
-        """Prepares the process of replica `index` on this node, with logs in log_dir."""
+
+class ServerHost(Reusable):
+    """Owns the process of a server on this node, which ends with the actor, which ends with the driver.
+
+    Of a server on several nodes each node has a host; that of the first node directs the others: `start`, `leave` and
+    `end` are calls to a first host, `begin`, `ended` and `end_begun` to the others.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        settings: ServerSettings,
+        *,
+        log_dir: str,
+        first_step: int = 0,
+        others: Sequence[ActorHandle] = (),
+    ) -> None:
+        """Prepares the process of replica `index`, with logs in log_dir.
+
+        first_step: as `server_seed`.  others: the hosts of the server's further nodes, by node rank.
+        """
         self.index, self.settings, self.log_dir = index, settings, log_dir
+        self.first_step, self.others = first_step, list(others)
         self.server: RolloutServer | None = None
+        self.num_starts = 0
+        # How the process on a further node ended, once somebody has asked.
+        self.how_it_ended: str | None = None
 
     def enter(self, *args: Any, **kwargs: Any) -> None:
         """Joins a run with the process that is running, which must suit the settings."""
         server = self.server
         super().enter(*args, **kwargs)
         self.server = server
+
+    def leave(self) -> None:
+        """Removes the run's requests, cached prefixes and policy version from the server.  Raises RolloutError."""
+        if self.settings.launch.node_rank:
+            return
+        client = self._client()
+        client.pause()
+        client.continue_generation()
+        client.flush_cache()
+        client.set_policy_version(0)
 
     def stop(self) -> None:
         if self.server is not None:
@@ -127,76 +184,7 @@ class ServerProcess(Reusable):
             log.unlink(missing_ok=True)
             log.symlink_to(written)
 
-
-class ServerNode(ServerProcess):
-    """Owns the process of a server on one of its further nodes; the `MultiNodeServer` of the first one directs it."""
-
-    def __init__(self, index: int, settings: ServerSettings, *, log_dir: str) -> None:
-        super().__init__(index, settings, log_dir=log_dir)
-        # How the process ended, once somebody has asked.
-        self.how_it_ended: str | None = None
-
-    def leave(self) -> None:
-        """Does nothing: the run's requests are on the first node."""
-
-    def begin(self, *, key: str, seed: int, dist_init_addr: str, num_restarts: int) -> None:
-        """Starts the process; it has joined the others when the first node answers.  Arguments: as of that node's."""
-        from scalerl.rollout.servers.process import RolloutServer, free_port, url_of
-
-        self.stop()
-        settings, host = self.settings, self.settings.address
-        port = free_port(host)
-        command, env = settings.command(
-            host=host, port=port, seed=seed, gpu_ids=settings.gpu_ids, dist_init_addr=dist_init_addr
-        )
-        log = settings.log_path(self.log_dir, self.index, num_restarts)
-        self.server = RolloutServer(
-            command, env, url_of(host, port), log, purpose=settings.purpose, key=key, ready_path=settings.ready_path
-        )
-        self.how_it_ended = None
-        self.server.start()
-
-    def ended(self, key: str) -> None:
-        """Returns when the process that was begun with that key has ended."""
-        if self.server is not None and self.server.key == key:
-            self.server.wait_end()
-
-    def end(self, key: str) -> str:
-        """Kills what remains of the process that was begun with that key; returns how it ended, with its last lines."""
-        if self.server is None or self.server.key != key:
-            return "It is gone."
-        if self.how_it_ended is None:
-            self.how_it_ended = self.server.end()
-        return self.how_it_ended
-
-
-class ReplicaHost(ServerProcess):
-    """Owns one server. Of a server on several nodes this is the first node, and it directs the others."""
-
-    def __init__(
-        self,
-        index: int,
-        settings: ServerSettings,
-        *,
-        log_dir: str,
-        first_step: int = 0,
-        others: Sequence[ActorHandle] = (),
-    ) -> None:
-        """Prepares the host; `start` starts the server.
-
-        first_step: as `server_seed`.  others: the `ServerNode` of each further node, by node rank.
-        """
-        super().__init__(index, settings, log_dir=log_dir)
-        self.first_step, self.others = first_step, list(others)
-        self.num_starts = 0
-
-    def leave(self) -> None:
-        """Removes the run's requests, cached prefixes and policy version from the server.  Raises RolloutError."""
-        client = self._client()
-        client.pause()
-        client.continue_generation()
-        client.flush_cache()
-        client.set_policy_version(0)
+    # --- of the first node ---
 
     def _client(self) -> RolloutClient:
         assert self.server is not None
@@ -216,13 +204,9 @@ class ReplicaHost(ServerProcess):
         num_restarts = self.num_starts
         self.num_starts += 1
         if self.server is not None and self.server.alive() and self._has_others(self.server):
-            import ray
-
             self.show_log(num_restarts)
             ray.get([node.show_log.remote(num_restarts) for node in self.others])
             return self.server.url, self.server.key
-        from scalerl.rollout.servers.process import start_on_free_port
-
         self.stop()
         seed = server_seed(
             self.settings.launch.config.seed,
@@ -238,41 +222,114 @@ class ReplicaHost(ServerProcess):
         return self.server.url, self.server.key
 
     def _make_server(self, port: int, *, seed: int, num_restarts: int) -> RolloutServer:
-        from scalerl.rollout.servers.process import RolloutServer, free_port, netloc, url_of
-
         settings, host = self.settings, self.settings.address
         log = settings.log_path(self.log_dir, self.index, num_restarts)
         if not self.others:
-            command, env = settings.command(host=host, port=port, seed=seed, gpu_ids=settings.gpu_ids)
-            return RolloutServer(
-                command, env, url_of(host, port), log, purpose=settings.purpose, ready_path=settings.ready_path
-            )
-        from scalerl.rollout.servers.multi_node import MultiNodeServer
-
+            return settings.server(log, host=host, port=port, seed=seed)
         # Where the ranks of all nodes meet.
         meeting = netloc(host, free_port(host))
-        command, env = settings.command(
-            host=host, port=port, seed=seed, gpu_ids=settings.gpu_ids, dist_init_addr=meeting
-        )
-        return MultiNodeServer(
-            command,
-            env,
-            url_of(host, port),
+        return settings.server(
             log,
-            settings.start_timeout_s,
-            settings.purpose,
-            ready_path=settings.ready_path,
+            host=host,
+            port=port,
+            seed=seed,
+            dist_init_addr=meeting,
             others=self.others,
             begun_with={"seed": seed, "dist_init_addr": meeting, "num_restarts": num_restarts},
         )
 
     def _has_others(self, server: RolloutServer) -> bool:
         """Whether the other processes of a running server are those of this run's actors."""
-        from scalerl.rollout.servers.multi_node import MultiNodeServer
-
         return not self.others or (isinstance(server, MultiNodeServer) and server.others == self.others)
 
     def end(self) -> str:
         """Kills what remains of the server; returns how it ended, with its last log lines."""
         assert self.server is not None
         return self.server.end()
+
+    # --- of a further node ---
+
+    def begin(self, *, key: str, seed: int, dist_init_addr: str, num_restarts: int) -> None:
+        """Starts the process; it has joined the others when the first node answers.  Arguments: as of that node's."""
+        self.stop()
+        host, log = self.settings.address, self.settings.log_path(self.log_dir, self.index, num_restarts)
+        port = free_port(host)
+        self.server = self.settings.server(log, host=host, port=port, seed=seed, dist_init_addr=dist_init_addr, key=key)
+        self.how_it_ended = None
+        self.server.start()
+
+    def ended(self, key: str) -> None:
+        """Returns when the process that was begun with that key has ended."""
+        if self.server is not None and self.server.key == key:
+            self.server.wait_end()
+
+    def end_begun(self, key: str) -> str:
+        """Kills what remains of the process that was begun with that key; returns how it ended, with its last lines."""
+        if self.server is None or self.server.key != key:
+            return "It is gone."
+        if self.how_it_ended is None:
+            self.how_it_ended = self.server.end()
+        return self.how_it_ended
+
+
+@dataclass(eq=False, kw_only=True)
+class MultiNodeServer(RolloutServer):
+    """A server whose first process, the one that answers, is on this node; actors on other nodes have the others.
+
+    When one process ends, all are ended: whoever asks the server finds it gone, as a server of a single process.
+    others: the `ServerHost` of each further node, by node rank.  begun_with: arguments of its `begin` beside the key.
+    """
+
+    others: list[ActorHandle]
+    begun_with: Mapping[str, Any]
+    # Node rank of the process that ended before anybody stopped the server; None: none, or the first node's.
+    ended_first: int | None = field(default=None, init=False)
+    # How the process on each other node ended, once the server was stopped.
+    accounts: list[str] = field(default_factory=list, init=False)
+
+    def start(self) -> None:
+        """Starts the processes of all nodes and returns.  Raises WorkerError when the actor of a node is gone."""
+        # Not at the top: it imports torch, which no host of a server on one node needs.
+        from scalerl.cluster.ask import values_of
+
+        super().start()
+        try:
+            values_of(
+                f"{self.purpose.who} on its further nodes",
+                [node.begin.remote(key=self.key, **self.begun_with) for node in self.others],
+                self.start_timeout_s,
+                key=self.purpose.key("start_timeout_s"),
+            )
+        except BaseException:
+            self.stop()
+            raise
+        threading.Thread(target=self._end_together, name="end of a server on several nodes", daemon=True).start()
+
+    def _end_together(self) -> None:
+        """Ends the processes of all nodes as soon as one of them has ended."""
+        waiting: list[ray.ObjectRef] = [node.ended.remote(self.key) for node in self.others]
+        while self.alive():
+            # A call to an actor that is gone is done too.
+            done, _ = ray.wait(waiting, timeout=POLL_INTERVAL_S)
+            if done:
+                self.ended_first = 1 + waiting.index(done[0]) if self.alive() else None
+                break
+        self.stop()
+
+    def stop(self) -> None:
+        super().stop()
+        ending = [node.end_begun.remote(self.key) for node in self.others]
+        self.accounts = [f"Its process on node {rank}: {_answer(call)}" for rank, call in enumerate(ending, 1)]
+
+    def _shown_tail(self) -> str:
+        # For the accounts of the others: one of them may be the reason.
+        self.stop()
+        first = [] if self.ended_first is None else [f"Its process on node {self.ended_first} ended first."]
+        return "\n".join([*first, super()._shown_tail(), *self.accounts])
+
+
+def _answer(ending: ray.ObjectRef) -> str:
+    try:
+        return ray.get(ending, timeout=STOP_TIMEOUT_S)
+    except RayError as error:
+        return f"its actor does not answer: {str(error).splitlines()[0]}"

@@ -1,16 +1,15 @@
-"""Recovery from the loss of a server: how it comes back into service, and how generations get over it.
+"""Generations that get over the loss of a server: they report it, and wait until a successor is in service.
 
-`ServerRecovery` is the way back, for the servers of every purpose. `GenerationRecovery` waits for successors in
-`Replacements`, where whoever restarts servers reads what was lost.
+`Replacements` has the reports, which whoever restarts servers reads, and the successors. `GenerationRecovery` is one
+generation's view of them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from scalerl.rollout.servers.replica import ClientSettings, Replica
 
@@ -29,82 +28,6 @@ class LostServer:
     index: int
     url: str
     why: str
-
-
-class Restartable(Protocol):
-    """A set of servers whose processes are ended and started again, as `server_set.ServerSet` is.
-
-    down: index of a server without a process -> how it ended.
-    """
-
-    down: dict[int, str]
-
-    def end_lost(self, lost: Sequence[LostServer]) -> bool: ...
-
-    def restart_down(self) -> dict[int, Replica]: ...
-
-    def end_failed(self, failed: Mapping[int, str]) -> None: ...
-
-
-class Callers(Protocol):
-    """Those who ask a set of servers for samples, as they are told of servers that were restarted."""
-
-    def replace(self, successors: Mapping[int, Replica]) -> None:
-        """Takes successors, index -> address; they are asked for nothing before `in_service`."""
-        ...
-
-    def in_service(self, indices: Sequence[int]) -> None:
-        """Asks these servers from now on; whoever waited for them continues."""
-        ...
-
-
-# (successors by index, servers that run and are to get the same) -> index -> why that server failed meanwhile.
-BeforeService = Callable[[Mapping[int, Replica], Collection[int]], Mapping[int, str]]
-
-
-def nothing_before_service(successors: Mapping[int, Replica], running: Collection[int]) -> Mapping[int, str]:
-    """The hook of servers that serve files: a restarted one has what it needs."""
-    return {}
-
-
-class ServerRecovery:
-    """The way back into service of a set's lost servers.
-
-    lost -> ended -> restarted -> callers know the successor -> before_service -> in service. The policy's servers get
-    the trainer's weights in `before_service`, those of other purposes need nothing.
-    """
-
-    def __init__(
-        self, servers: Restartable, callers: Callers, before_service: BeforeService = nothing_before_service
-    ) -> None:
-        self.servers, self.callers, self.before_service = servers, callers, before_service
-
-    def replace(self, lost: Sequence[LostServer]) -> bool:
-        """Brings lost servers back, and those that are down; returns whether any of the lost ones had no successor.
-
-        Raises RolloutError when a server may not be restarted again, or refuses what it needs before it serves.
-        """
-        if not self.servers.end_lost(lost):
-            return False
-        self.serve()
-        return True
-
-    def serve(self, running: Collection[int] = (), *, before_service: BeforeService | None = None) -> None:
-        """Brings servers that are down into service; nothing is asked of anybody where none is.
-
-        running: indices of servers that are up and get what is needed before service together with them.
-        before_service: in the place of the set's, this time. A server that fails in it is restarted and gets it again.
-        """
-        before_service = before_service or self.before_service
-        while running or self.servers.down:
-            successors = self.servers.restart_down()
-            if successors:
-                self.callers.replace(successors)
-            failed = before_service(successors, set(running) - successors.keys())
-            self.servers.end_failed(failed)
-            if returned := sorted(successors.keys() - failed.keys()):
-                self.callers.in_service(returned)
-            running = ()
 
 
 class Replacements:
@@ -194,24 +117,3 @@ class GenerationRecovery:
     async def restarted(self, server: int, lost: RolloutClient, error: RolloutError) -> RolloutClient:
         index = server if self.indices is None else self.indices[server]
         return await self.replacements.successor(index, lost, error)
-
-
-class CallersInLoop:
-    """`Callers` of `Replacements` in the running event loop, told of successors by another thread."""
-
-    def __init__(self, replacements: Replacements) -> None:
-        self.replacements, self.loop = replacements, asyncio.get_running_loop()
-
-    def replace(self, successors: Mapping[int, Replica]) -> None:
-        async def put() -> None:
-            self.replacements.put(successors)
-
-        self._run(put())
-
-    def in_service(self, indices: Sequence[int]) -> None:
-        self._run(self.replacements.in_service(indices))
-
-    def _run(self, told: Coroutine[Any, Any, None]) -> None:
-        # Closed, as it never runs where the loop has ended meanwhile.
-        with contextlib.closing(told):
-            asyncio.run_coroutine_threadsafe(told, self.loop).result()

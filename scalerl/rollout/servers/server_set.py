@@ -15,10 +15,10 @@ from scalerl.cluster.ask import values_of
 from scalerl.cluster.pools import ActorSpec, PooledActor, ResourcePool
 from scalerl.config.replicas import ReplicaRoom
 from scalerl.config.schema import ModelConfig, ServerConfig
-from scalerl.rollout.servers.cache_size import small_caches
-from scalerl.rollout.servers.control import ServerControl
+from scalerl.rollout.servers import control
+from scalerl.rollout.servers.client import RolloutClient
 from scalerl.rollout.servers.engines import ENGINES, Launch
-from scalerl.rollout.servers.host import ReplicaHost, ServerNode, ServerSettings
+from scalerl.rollout.servers.host import ServerHost, ServerSettings
 from scalerl.rollout.servers.process import ServerStartError
 from scalerl.rollout.servers.recovery import LostServer
 from scalerl.rollout.servers.replica import ClientSettings, Replica
@@ -69,12 +69,12 @@ class ServerSet:
     """The servers of one purpose, each with a host actor. replicas: their addresses, which change with a restart.
 
     The life of a server: started, in service; lost -> ended -> restarted -> what its purpose needs before it serves
-    -> in service (`recovery.ServerRecovery`).
+    -> in service. Whoever asks the servers learns of successors from the owner of the set.
     """
 
     def __init__(
         self,
-        clients: ClientSettings,
+        settings: ClientSettings,
         pool: ResourcePool,
         model: ModelConfig,
         config: ServerConfig,
@@ -90,16 +90,18 @@ class ServerSet:
     ) -> None:
         """Starts the servers; `wait_ready` returns when they answer.
 
-        clients: settings of the clients that ask them.
+        settings: of the clients that ask the servers.
         gpu_ids: of the ranks that hold the pool's devices; None on a CPU, and where the servers own the devices.
         owns_devices: the servers take the pool's devices, which nobody else has.
         first_step: as `server_seed`.  releases_memory: as `Launch`.
         synced: a trainer gives them weights, so servers that served another such run may be used.
         single_node: whether all processes that ask them, this one too, are on their machine.
         """
-        self.purpose, self.config, self.timeout_s = clients.purpose, config, timeout_s
-        self.clients = clients
+        self.purpose, self.config, self.timeout_s = settings.purpose, config, timeout_s
+        self.settings = settings
         self.replicas: list[Replica] = []
+        # This process's client of each replica.
+        self.clients: dict[int, RolloutClient] = {}
         # Index of a server without a process, until `restart_down` -> how it ended.
         self.down: dict[int, str] = {}
         self.num_restarts_of: dict[int, int] = {}
@@ -113,7 +115,7 @@ class ServerSet:
             model_path=os.path.abspath(str(model.path)),
             config=config,
             device=pool.device,
-            max_model_len=clients.max_model_len,
+            max_model_len=settings.max_model_len,
             trust_remote_code=model.trust_remote_code,
             releases_memory=releases_memory,
             synced=synced,
@@ -122,7 +124,7 @@ class ServerSet:
             self._start(
                 plan,
                 [
-                    ServerSettings(of_node, clients.purpose, single_node)
+                    ServerSettings(of_node, settings.purpose, single_node)
                     for of_node in launches(launch, plan, None if gpu_ids is None else plan.gpu_ids(pool, gpu_ids))
                 ],
                 num_devices=len(plan.devices) if owns_devices else 0,
@@ -138,10 +140,7 @@ class ServerSet:
         bound = None if len(settings) == 1 else plan
         specs = [
             ActorSpec(
-                ServerNode if rank else ReplicaHost,
-                node,
-                num_devices,
-                key=(settings[rank].launch.synced, bound, settings[rank].of_process()),
+                ServerHost, node, num_devices, key=(settings[rank].launch.synced, bound, settings[rank].of_process())
             )
             for rank, node in enumerate(plan.nodes)
         ]
@@ -177,8 +176,8 @@ class ServerSet:
         tp_size = ENGINES[self.config.name].num_ranks(self.config.tensor_model_parallel_size)
         kwargs = self.config.engine_kwargs
         self.replicas = [Replica(url, self.config.name, tp_size, key, kwargs) for url, key in started]
-        self.control = ServerControl(self.clients, self.replicas)
-        if small := list(small_caches(self.control, range(len(self.replicas)), self.config.kv_cache_tokens)):
+        self.clients = {index: self.settings.client(replica) for index, replica in enumerate(self.replicas)}
+        if small := list(control.small_caches(self.clients, self.config.kv_cache_tokens)):
             raise ServerStartError("\n".join(small))
 
     def end(self, lost: Mapping[int, str]) -> None:
@@ -207,7 +206,7 @@ class ServerSet:
         """Ends servers that failed, index -> why. Raises RolloutError for one that is well: it would refuse again."""
         if not failed:
             return
-        for index, is_well in self.control.are_well(sorted(failed)).items():
+        for index, is_well in control.are_well({index: self.clients[index] for index in sorted(failed)}).items():
             if is_well:
                 raise RolloutError(failed[index])
         self.end(failed)
@@ -232,10 +231,18 @@ class ServerSet:
                     continue
                 del self.down[index]
                 self.replicas[index] = replace(self.replicas[index], url=url, key=key)
-                self.control.put(index, self.replicas[index])
-        for small in small_caches(self.control, restarted, self.config.kv_cache_tokens):
+                self.clients[index] = self.settings.client(self.replicas[index])
+        for small in control.small_caches({i: self.clients[i] for i in restarted}, self.config.kv_cache_tokens):
             logger.warning(small)
         return {index: self.replicas[index] for index in restarted}
+
+    def pause(self) -> dict[int, str]:
+        """Interrupts running samples on all servers, as `control.pause`."""
+        return control.pause(self.clients)
+
+    def continue_generation(self) -> dict[int, str]:
+        """Continues the samples that `pause` interrupted, as `control.continue_generation`."""
+        return control.continue_generation(self.clients)
 
     def leave(self) -> None:
         """Makes the servers forget the run; they wait for another, each with its actors."""

@@ -1,8 +1,8 @@
-"""Measures free memory at each point of the hand-over between servers and trainer, and checks that it suffices.
+"""Free memory of the trainer's devices while they change hands between servers and trainer: measured, and sufficient.
 
 A step's hand-over: servers generate -> their KV cache and weights leave -> the trainer's parts come, compute and leave
--> weights come back and are overwritten -> the KV cache comes back. On a CPU servers release nothing; memory is
-measured all the same.
+-> the servers' weights come back and are overwritten -> their KV cache comes back. Each rank measures in the calls in
+which servers give memory back or take it (`WeightSync`); on a CPU, where servers release nothing, in a sync.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ from scalerl.errors import UserError
 from scalerl.models import ModelShape
 from scalerl.tracking.metrics import Metric
 
-HandoverPoint = Literal[
+Point = Literal[
     "before_release",
     "after_release_kv",
     "after_release",
     "before_sync",
-    "after_resume_weights",
     "after_sync",
-    "after_resume_kv",
     "before_save",
     "before_save_alone",
     "after_save",
 ]
-# How long what a server has released may take to be free for every rank of its devices, and the time between two looks.
+# The parts of a server's device memory that leave and come back (`Engine.memory_tags`).
+Part = Literal["kv_cache", "weights"]
+# The bytes that a device lacks, and the error's text.
+Lack = tuple[int, str]
+# How long memory that a server has released may take to be free, and the time between two looks.
 RELEASE_WAIT_S = 20.0
 RELEASE_LOOK_S = 0.1
 # A difference of free memory up to this means nothing: CUDA maps memory in pieces, and other processes have some.
@@ -48,14 +50,11 @@ BUCKET_COPIES = 3
 _MEGATRON = "actor_rollout_ref.actor.megatron"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _UTILIZATION = f"lower {_ROLLOUT}.gpu_memory_utilization"
-_SAVE_ADVICE = (
-    f"split the model over more devices ({_MEGATRON}.tensor_model_parallel_size, pipeline_model_parallel_size): a save "
-    "and a load bring parameters and optimizer to the device"
-)
-_ADVICE: dict[HandoverPoint, str] = {
+_SPLIT = f"split the model over more devices ({_MEGATRON}.tensor_model_parallel_size, pipeline_model_parallel_size)"
+_SAVE_ADVICE = f"{_SPLIT}: a save and a load bring parameters and optimizer to the device"
+_ADVICE: dict[Point, str] = {
     "after_release": (
-        f"split the model over more devices ({_MEGATRON}.tensor_model_parallel_size, pipeline_model_parallel_size), or "
-        "keep other models off the device (param_offload of the reference's and the critic's megatron)"
+        f"{_SPLIT}, or keep other models off the device (param_offload of the reference's and the critic's megatron)"
     ),
     "before_sync": (
         f"{_UTILIZATION}, or set {_MEGATRON}.grad_offload=true and {_MEGATRON}.optimizer_offload=true, which a sync "
@@ -79,8 +78,8 @@ class HandoverError(UserError, RuntimeError):
 class RankMemory:
     """The memory of a trainer rank's device. used_bytes: by the rank's process.
 
-    device: name of the memory, the same for all ranks on the CPU of one machine.
-    returning: role -> part -> bytes that are in host memory and come to the device when that role computes.
+    device: name of the memory.  returning: role -> part -> bytes that are in host memory and come to the device when
+    that role computes.
     """
 
     rank: int
@@ -91,171 +90,137 @@ class RankMemory:
     returning: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
-# A point after a release -> what servers gave back, and the point before that release.
-_RELEASES: dict[HandoverPoint, tuple[str, HandoverPoint]] = {
-    "after_release_kv": ("kv", "before_release"),
-    "after_release": ("weights", "after_release_kv"),
-}
+class DeviceMemory:
+    """A trainer rank's record of the free memory of its device, from one hand-over to the next.
 
+    released: part -> bytes that the servers on the device gave back when they released it last.
+    """
 
-class Handover:
-    """The driver's record of free memory, from one hand-over to the next."""
+    # Seconds within which released memory is free.
+    wait_s = RELEASE_WAIT_S
 
-    def __init__(self, keep_less: str | None = None) -> None:
-        """Starts without a measurement.  keep_less: of the servers' engine, for errors."""
-        self._keep_less = keep_less
-        self._free: dict[HandoverPoint, dict[int, int]] = {}
-        self._used: dict[HandoverPoint, int] = {}
-        # Device -> bytes that its servers gave back last.
-        self._released: dict[str, dict[str, int]] = {"kv": {}, "weights": {}}
+    def __init__(
+        self, measure: Callable[[], RankMemory], *, hands_over: bool = True, keep_less: str | None = None
+    ) -> None:
+        """Begins without a measurement.
+
+        measure: as the function `measure`.  hands_over: servers release their memory before the trainer computes.
+        keep_less: as `Engine.keep_less`, for errors.
+        """
+        self.measure, self.hands_over, self.keep_less = measure, hands_over, keep_less
+        self.released: dict[Part, int] = {}
+        self._free: dict[Point, int] = {}
+        self._used: dict[Point, int] = {}
+
+    def record(self, point: Point) -> RankMemory:
+        """Measures at this point."""
+        return self._noted(point, self.measure())
+
+    def _noted(self, point: Point, memory: RankMemory) -> RankMemory:
+        self._free[point], self._used[point] = memory.free_bytes, memory.used_bytes
+        return memory
 
     def record_released(
-        self,
-        point: HandoverPoint,
-        measure: Callable[[], Sequence[RankMemory]],
-        *,
-        wait_s: float = RELEASE_WAIT_S,
-        pause: Callable[[float], None] = time.sleep,
-    ) -> None:
-        """Calls `record` once the released memory is free, as a server answers when only its first rank is done.
+        self, part: Part, point: Point, before: RankMemory, *, pause: Callable[[float], None] = time.sleep
+    ) -> RankMemory:
+        """Measures once a part that servers released is free, as a server answers when only its first rank is done.
 
-        Waits while a device has less than servers gave back there the last time or than what follows needs, and the
-        first time until it gains nothing more; at most wait_s.
+        before: measured before the release. Waits while the device gained less than the last time or has less than
+        what follows needs, and the first time until it gains nothing more; at most `wait_s`.
         """
-        ranks, waited_s = measure(), 0.0
-        gained = True
-        while waited_s < wait_s and self._expects_more(point, ranks, gained=gained):
+        memory, waited_s, gained = self.measure(), 0.0, True
+        while waited_s < self.wait_s and self._expects_more(part, point, before, memory, gained):
             pause(RELEASE_LOOK_S)
             waited_s += RELEASE_LOOK_S
-            before = {memory.rank: memory.free_bytes for memory in ranks}
-            ranks = measure()
-            gained = any(memory.free_bytes > before[memory.rank] + SETTLED_BYTES for memory in ranks)
-        self.record(point, ranks)
+            last, memory = memory, self.measure()
+            gained = memory.free_bytes > last.free_bytes + SETTLED_BYTES
+        self.released[part] = max(0, memory.free_bytes - before.free_bytes)
+        return self._noted(point, memory)
 
-    def _expects_more(self, point: HandoverPoint, ranks: Sequence[RankMemory], *, gained: bool) -> bool:
-        what, before = _RELEASES.get(point, ("", point))
-        last = self._released.get(what)
-        if before not in self._free or not last:
+    def _expects_more(self, part: Part, point: Point, before: RankMemory, memory: RankMemory, gained: bool) -> bool:
+        if not self.released.get(part):
             return gained
-        freed = released_bytes(ranks, self._free[before])
-        if any(freed.get(device, 0) < num_bytes - SETTLED_BYTES for device, num_bytes in last.items()):
-            return True
-        return bool(short_of(ranks, self._needed(point, ranks, ranks)))
+        freed = memory.free_bytes - before.free_bytes
+        return freed < self.released[part] - SETTLED_BYTES or self.lack(point, memory) is not None
 
-    def record(
-        self, point: HandoverPoint, ranks: Sequence[RankMemory], *, servers: Collection[int] | None = None
-    ) -> None:
-        """Records a measurement of every rank. Raises HandoverError if a device lacks room for what follows the point.
+    def lack(self, point: Point, memory: RankMemory, returning: Collection[Part] = ()) -> Lack | None:
+        """What the device lacks for what follows the point; None where the free memory suffices.
 
-        servers: the ranks on whose devices servers take back what they released; None: all.
+        returning: the parts that servers on this device take back.
         """
-        self._free[point] = {memory.rank: memory.free_bytes for memory in ranks}
-        self._used[point] = max(memory.used_bytes for memory in ranks)
-        if point in _RELEASES and (before := _RELEASES[point][1]) in self._free:
-            self._released[_RELEASES[point][0]] = released_bytes(ranks, self._free[before])
-        with_servers = [memory for memory in ranks if servers is None or memory.rank in servers]
-        needed = self._needed(point, with_servers, ranks)
-        if needed:
-            check_room(point, ranks, needed, self._keep_less)
+        needed = self._needed(point, memory, returning)
+        lacking = sum(needed.values()) - memory.free_bytes
+        if not needed or lacking <= 0:
+            return None
+        text = (
+            f"device hand-over, {point}: rank {memory.rank} on {memory.device} has {memory.free_bytes / GIB:.2f} of "
+            f"{memory.total_bytes / GIB:.2f} GiB free, and {sum(needed.values()) / GIB:.2f} GiB are needed: "
+            + ", ".join(f"{name} {size / GIB:.2f}" for name, size in needed.items())
+            + f". To change: {_ADVICE[point]}"
+        )
+        if self.keep_less and point == "after_release":
+            text += f", or have the server keep less ({_ROLLOUT}.{self.keep_less})"
+        return lacking, text
 
-    def _needed(
-        self, point: HandoverPoint, with_servers: Sequence[RankMemory], ranks: Sequence[RankMemory]
-    ) -> dict[str, dict[str, int]]:
-        """The bytes that each device needs free after this point: device -> what comes there next -> bytes."""
-        devices = {memory.device for memory in with_servers}
-        if point == "after_release":
-            return trainer_needs(ranks)
+    def _needed(self, point: Point, memory: RankMemory, returning: Collection[Part]) -> dict[str, int]:
+        """The bytes that the device needs free after this point: what comes there next -> bytes."""
+        servers = {
+            f"the server's {'KV cache' if part == 'kv_cache' else part}": self.released[part]
+            for part in returning
+            if self.released.get(part)
+        }
+        if point == "after_release" or (point == "after_sync" and not self.hands_over):
+            return trainer_needs(memory)
         if point == "before_sync":
-            needed = trainer_needs(ranks, role="actor", parts=("params",))
-            for device in devices:
-                if num_bytes := self._released["weights"].get(device, 0):
-                    needed.setdefault(device, {})["the server's weights"] = num_bytes
-            return needed
+            return trainer_needs(memory, role="actor", parts=("params",)) | servers
         if point in ("before_save", "before_save_alone"):
-            return trainer_needs(ranks, parts=SAVED_PARTS)
-        if point in ("after_sync", "after_save"):
-            return {
-                device: {"the server's KV cache": self._released["kv"][device]}
-                for device in devices
-                if self._released["kv"].get(device)
-            }
-        return {}
+            return trainer_needs(memory, parts=SAVED_PARTS)
+        return servers if point in ("after_sync", "after_save") else {}
 
     def metrics(self) -> dict[str, Metric]:
         """Metrics of free, used and released memory at the points since the last call."""
-        metrics = {
-            f"perf/handover/free_gb/{point}": Metric(min(free.values()) / GIB, "min")
-            for point, free in self._free.items()
-        }
+        metrics = {f"perf/handover/free_gb/{point}": Metric(free / GIB, "min") for point, free in self._free.items()}
         metrics |= {f"perf/handover/used_gb/{point}": Metric(used / GIB, "max") for point, used in self._used.items()}
-        for what, by_device in self._released.items():
-            if by_device:
-                metrics[f"perf/handover/{what}_gb"] = Metric(max(by_device.values()) / GIB, "max")
+        for part, num_bytes in self.released.items():
+            metrics[f"perf/handover/{part.removesuffix('_cache')}_gb"] = Metric(num_bytes / GIB, "max")
         self._free, self._used = {}, {}
         return metrics
 
 
-def released_bytes(ranks: Iterable[RankMemory], free_before: Mapping[int, int]) -> dict[str, int]:
-    """The bytes that became free on each device, as the first of its ranks measured them."""
-    released: dict[str, int] = {}
-    for memory in ranks:
-        released.setdefault(memory.device, max(0, memory.free_bytes - free_before[memory.rank]))
-    return released
-
-
 def trainer_needs(
-    ranks: Iterable[RankMemory], *, role: str | None = None, parts: Collection[str] | None = None
-) -> dict[str, dict[str, int]]:
-    """The bytes that the trainer brings back to each device: device -> role -> bytes.
+    memory: RankMemory, *, role: str | None = None, parts: Collection[str] | None = None
+) -> dict[str, int]:
+    """The bytes that the trainer brings back to the rank's device: role -> bytes.
 
     Roles take turns, so that without `role` the largest counts alone.
     """
-    needed: dict[str, dict[str, int]] = {}
-    for memory in ranks:
-        sizes = {
-            f"the trainer's {name}": sum(size for key, size in away.items() if parts is None or key in parts)
-            for name, away in memory.returning.items()
-            if role in (None, name)
-        }
-        name, size = max(sizes.items(), key=lambda item: item[1], default=("", 0))
-        if size:
-            on_device = needed.setdefault(memory.device, {})
-            on_device[name] = on_device.get(name, 0) + size
-    return needed
+    sizes = {
+        f"the trainer's {name}": sum(size for part, size in away.items() if parts is None or part in parts)
+        for name, away in memory.returning.items()
+        if role in (None, name)
+    }
+    name, size = max(sizes.items(), key=lambda item: item[1], default=("", 0))
+    return {name: size} if size else {}
 
 
-def short_of(ranks: Iterable[RankMemory], needed: Mapping[str, Mapping[str, int]]) -> list[tuple[int, RankMemory]]:
-    """Finds the ranks whose device has less free than it needs: (lacking bytes, memory). needed: as `check_room`."""
-    return [
-        (total - memory.free_bytes, memory)
-        for memory in ranks
-        if (total := sum(needed.get(memory.device, {}).values())) > memory.free_bytes
-    ]
+def check_room(lacks: Iterable[Lack | None]) -> None:
+    """Raises HandoverError for the rank that lacks the most, if a rank lacks memory.  lacks: of all ranks."""
+    short = [lack for lack in lacks if lack is not None]
+    if short:
+        _, text = max(short)
+        raise HandoverError(text + (f" ({len(short) - 1} other ranks lack memory too)" if len(short) > 1 else ""))
 
 
-def check_room(
-    point: HandoverPoint,
-    ranks: Iterable[RankMemory],
-    needed: Mapping[str, Mapping[str, int]],
-    keep_less: str | None = None,
-) -> None:
-    """Raises HandoverError, naming the rank that lacks the most, if a device has too little free memory.
+def check_room_together(lack: Lack | None) -> None:
+    """Collective: `check_room` of all ranks, on each of them, so that no rank waits for one that raised.
 
-    needed: device -> what comes there -> bytes.  keep_less: as `Engine.keep_less`.
+    lack: of this rank.
     """
-    short = short_of(ranks, needed)
-    if not short:
-        return
-    _, worst = max(short, key=lambda pair: pair[0])
-    parts = needed[worst.device]
-    others = f" ({len(short) - 1} other ranks lack memory too)" if len(short) > 1 else ""
-    raise HandoverError(
-        f"device hand-over, {point}: rank {worst.rank} on {worst.device} has {worst.free_bytes / GIB:.2f} of "
-        f"{worst.total_bytes / GIB:.2f} GiB free, and {sum(parts.values()) / GIB:.2f} GiB are needed: "
-        + ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
-        + f"{others}. To change: {_ADVICE[point]}"
-        + (f", or have the server keep less ({_ROLLOUT}.{keep_less})" if keep_less and point == "after_release" else "")
-    )
+    import torch.distributed as dist
+
+    lacks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(lacks, lack)
+    check_room(lacks)
 
 
 # --- buckets ---
@@ -321,7 +286,7 @@ def check_largest(ranks: Sequence[tuple[int, str]], *, largest_bytes: int, num_c
 def measure(rank: int, device: str, engines: Mapping[str, Any]) -> RankMemory:
     """Measures the memory of this rank.  device: cuda or cpu.  engines: role -> MegatronEngine.
 
-    With cuda: of the rank's device, used by all processes, after what torch keeps for reuse has been given back.
+    With cuda: of the rank's device, for all processes, once torch has given back the memory that it keeps for reuse.
     With cpu: of the machine, within the limit of this process' control group.
     """
     returning = {role: engine.away_bytes() for role, engine in engines.items()}

@@ -1,29 +1,42 @@
-"""`WeightSync`: gives rollout servers the trainer's weights, and compares checksums to prove that they arrived."""
+"""`WeightSync`: a trainer rank's part in the hand-over: it sends servers the weights, and proves that they arrived."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from scalerl.config.weight_transport import TransportName
 from scalerl.errors import RunError
 from scalerl.parallel.engine import MegatronEngine
 from scalerl.parallel.export import largest_bytes
-from scalerl.rollout.servers.client import RolloutClient, RolloutError
+from scalerl.rollout.servers.client import RolloutClient
 from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.servers.replica import ClientSettings, Replica
 from scalerl.rollout.servers.weights import checksum_differences
-from scalerl.rollout.sync.delivery import Delivery
-from scalerl.rollout.sync.feed_groups import FeedGroups
-from scalerl.rollout.sync.feeds import Feed, feeds_of
-from scalerl.rollout.sync.handover import BUCKET_COPIES, agreed_bucket_bytes, free_for_buckets, hashed_expert_bytes
-from scalerl.rollout.sync.order import SyncOrder
-from scalerl.rollout.sync.transports import TransportName
-from scalerl.rollout.sync.transports.create import make_transport
+from scalerl.rollout.sync.handover import (
+    BUCKET_COPIES,
+    DeviceMemory,
+    Part,
+    Point,
+    agreed_bucket_bytes,
+    check_room_together,
+    free_for_buckets,
+    hashed_expert_bytes,
+)
+from scalerl.rollout.sync.order import Step, SyncOrder
+from scalerl.rollout.sync.session import Feed, RankReport, SyncSession, feeds_of, join_feeds, plan_feeds
+from scalerl.rollout.sync.transports import make_transport
+
+# The steps by which a part of a server's device memory leaves and comes back.
+RELEASE: dict[Part, Step] = {"kv_cache": "release_kv", "weights": "release_weights"}
+RESUME: dict[Part, Step] = {"kv_cache": "resume_kv", "weights": "resume_weights"}
 
 
 class WeightSyncError(RunError):
@@ -31,7 +44,11 @@ class WeightSyncError(RunError):
 
 
 class WeightSync:
-    """Sends the trainer's weights to the servers. Built once per run; `sync` is collective over the trainer's world."""
+    """A trainer rank's part in the hand-over with the servers; built once per run.
+
+    `sync`, `release` and `resume_caches` are collective over the trainer's world. Each server is asked by one rank, its
+    lead, which takes the server's order and hands it back in the report.
+    """
 
     def __init__(
         self,
@@ -46,24 +63,28 @@ class WeightSync:
         transport: TransportName = "shared",
         directory: str | None = None,
         model_path: str | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
         """Connects to the servers that this rank leads; collective.
 
         model_config: the model's config.json, which tells how a server cuts and fuses the tensors it checks.
         timeout_s: of a request to a server, and of a broadcast.
-        dtype: what the servers store; None: as the engine's.
+        dtype: the dtype that the servers store; None: the engine's.
         directory, model_path: of transport disk: where the weights go, where the rest of the model is.
+        memory: of the device that this rank shares with servers; None: the servers have devices to themselves.
         """
         self.engine, self.model_config, self.bucket_bytes = engine, model_config, bucket_bytes
-        self.rank, self.dtype = dist.get_rank(), dtype
+        self.rank, self.dtype, self.memory = dist.get_rank(), dtype, memory
         self.max_model_len, self.timeout_s = max_model_len, timeout_s
-        self.feeds = feeds_of(transport, replicas, dist.get_world_size())
+        self.feeds = join_feeds(feeds_of(transport, replicas, dist.get_world_size()))
+        # Indices of the servers on this rank's device.
+        self.on_device = [
+            i for i, ranks in enumerate(plan_feeds(replicas, dist.get_world_size())) if self.rank in ranks
+        ]
         self.clients = {feed.replica.url: self._client(feed) for feed in self.feeds if feed.lead == self.rank}
-        self.groups = FeedGroups(self.feeds)
         self.transport = make_transport(
             transport,
             engine,
-            self.groups,
             bucket_bytes=bucket_bytes,
             timeout_s=timeout_s,
             directory=directory,
@@ -88,47 +109,57 @@ class WeightSync:
         for feed in self.feeds:
             self.transport.forget(feed.index)
 
+    def _session(self, orders: Mapping[int, SyncOrder] | None, **options: Any) -> SyncSession:
+        feeds = [feed for feed in self.feeds if orders is None or feed.index in orders]
+        return SyncSession(feeds, self.clients, rank=self.rank, orders=orders, **options)
+
+    # --- weights ---
+
     def sync(
         self,
         policy_version: int,
         *,
         verify: bool,
         orders: Mapping[int, SyncOrder] | None = None,
-        raise_errors: bool = True,
-    ) -> dict[str, Any]:
+        weights_on_device: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> RankReport:
         """Gives servers the engine's weights, with which they sample as policy_version from then on.
 
-        orders: as `Delivery`, of the replicas that take part; None: all take part.
-        raise_errors: False hands back the servers that failed as "failed": {replica's index: error}.
+        orders: as `SyncSession`, of the replicas that take part; None: all take part.
+        weights_on_device: keeps the engine's parameters on this rank's device inside its block.
 
-        Returns {"sync_s", "verify_s", "num_bytes", "num_buckets", "bucket_bytes", "failed", "orders"}: num_bytes as
-        `Transport.send` has them; orders of the servers that this rank leads, as they are now. Raises WeightSyncError
-        naming tensors that differ (verify=True), RolloutError for a server that failed (the others have the weights
-        then), HandoverError where the largest tensor has no room.
+        Raises WeightSyncError naming tensors that differ (verify=True), HandoverError where memory does not suffice. A
+        server that fails is in the report; the others have the weights then.
         """
-        start = time.perf_counter()
-        bucket_bytes = self._agree_on_buckets(verify=verify)
-        delivery = self._delivery(policy_version, verify=verify, orders=orders, bucket_bytes=bucket_bytes)
-        for feed in delivery.led_feeds:
-            delivery.call(feed, "begin", self._begin)
-        num_bytes, num_buckets = self.transport.send(delivery)
-        for feed in delivery.led_feeds:
-            delivery.call(feed, "end", lambda client: client.end_weight_update(policy_version))
-        sent_s = time.perf_counter() - start
-        if verify:
-            self._verify(delivery)
-        dist.barrier()
-        if delivery.failed and raise_errors:
-            raise RolloutError("; ".join(delivery.failed.values()))
-        return {
-            "sync_s": sent_s,
-            "verify_s": time.perf_counter() - start - sent_s,
-            "num_bytes": float(num_bytes),
-            "num_buckets": float(num_buckets),
-            "bucket_bytes": float(bucket_bytes),
-            "failed": delivery.failed,
-            "orders": delivery.orders,
-        }
+        session = self._session(orders, policy_version=policy_version, verify=verify)
+        self._check_memory("before_sync", session, "weights")
+        self._resume("weights", session)
+        with weights_on_device():
+            self._send(session)
+            if verify:
+                self._verify(session)
+            dist.barrier()
+        self._check_memory("after_sync", session, "kv_cache")
+        self._resume("kv_cache", session)
+        return self._report(session)
+
+    def _send(self, session: SyncSession) -> None:
+        with _timed(session, "send"):
+            session.expected = {
+                feed.index: feed.replica.expected_checksums(self.model_config, self.dtype, ranks)
+                for feed in session.feeds
+                if session.verify and (ranks := feed.engine_ranks(self.rank))
+            }
+            session.bucket_bytes = self._agree_on_buckets(verify=session.verify)
+            session.call_all("begin", self._begin)
+            num_bytes, num_buckets = self.transport.send(session)
+            session.call_all("end", lambda client: client.end_weight_update(session.policy_version))
+        report = session.report
+        report.num_bytes, report.num_buckets, report.bucket_bytes = num_bytes, num_buckets, session.bucket_bytes
+
+    def _begin(self, client: RolloutClient) -> None:
+        if self.transport.has_session:
+            client.begin_weight_update()
 
     def _agree_on_buckets(self, *, verify: bool) -> int:
         """The bucket size of this sync: self.bucket_bytes, or less where free memory is short; collective."""
@@ -151,46 +182,92 @@ class WeightSync:
             num_copies=BUCKET_COPIES,
         )
 
-    def _delivery(
-        self, policy_version: int, *, verify: bool, orders: Mapping[int, SyncOrder] | None, bucket_bytes: int
-    ) -> Delivery:
-        feeds = [feed for feed in self.feeds if orders is None or feed.index in orders]
-        expected = {
-            feed.index: feed.replica.expected_checksums(self.model_config, self.dtype, ranks)
-            for feed in feeds
-            if verify and (ranks := feed.engine_ranks(self.rank))
-        }
-        return Delivery(
-            feeds,
-            self.clients,
-            expected,
-            rank=self.rank,
-            policy_version=policy_version,
-            bucket_bytes=bucket_bytes,
-            verify=verify,
-            orders=orders,
-        )
+    def _verify(self, session: SyncSession) -> None:
+        """Compares the checksums of the servers' tensors with those of the trainer's; collective over each feed."""
+        with _timed(session, "verify"):
+            expected = {}
+            for feed in session.feeds:
+                if self.rank in feed.ranks:
+                    expected[feed.index] = feed.gather(session.expected[feed.index].by_rank())
+            for feed in session.led_feeds:
+                self._compare(session, feed, expected[feed.index])
 
-    def _verify(self, delivery: Delivery) -> None:
-        """Compares what servers have with what they must have; collective over the ranks of each feed."""
-        expected = {}
-        for feed in delivery.feeds:
-            if self.rank in feed.ranks:
-                expected[feed.index] = self.groups.gather(feed, delivery.expected[feed.index].by_rank())
-        for feed in delivery.led_feeds:
-            self._compare(delivery, feed, expected[feed.index])
-
-    def _compare(self, delivery: Delivery, feed: Feed, expected: Mapping[int, dict[str, str]]) -> None:
-        served = delivery.call(feed, "check", RolloutClient.checksums)
+    def _compare(self, session: SyncSession, feed: Feed, expected: Mapping[int, dict[str, str]]) -> None:
+        served = session.call(feed, "check", RolloutClient.checksums)
         if served is None:
             return
         wrong = checksum_differences([expected[rank] for rank in sorted(expected)], served)
         if wrong:
             raise WeightSyncError(
-                f"{feed.replica.url} does not serve policy version {delivery.policy_version}: {len(wrong)} tensors "
+                f"{feed.replica.url} does not serve policy version {session.policy_version}: {len(wrong)} tensors "
                 "differ from the trainer's. " + "; ".join(wrong[:5])
             )
 
-    def _begin(self, client: RolloutClient) -> None:
-        if self.transport.has_session:
-            client.begin_weight_update()
+    # --- memory ---
+
+    def release(self, points: Mapping[Part, Point], orders: Mapping[int, SyncOrder]) -> RankReport:
+        """Has servers give up parts of their device memory, one after the other, and waits until it is free.
+
+        points: part -> where memory is measured after its release. The report says what the device then lacks.
+        """
+        memory, session = self._memory, self._session(orders)
+        measured = memory.record("before_release")
+        for part, point in points.items():
+            with _timed(session, RELEASE[part]):
+                session.call_all(
+                    RELEASE[part], lambda client, part=part: client.release(client.engine.memory_tags[part])
+                )
+                dist.barrier()
+            measured = memory.record_released(part, point, measured)
+            session.report.lack = memory.lack(point, measured)
+        return self._report(session)
+
+    def resume_caches(self, orders: Mapping[int, SyncOrder]) -> RankReport:
+        """Has servers take back their KV caches after a save or a load. Raises HandoverError."""
+        session = self._session(orders)
+        self._check_memory("after_save", session, "kv_cache")
+        self._resume("kv_cache", session)
+        return self._report(session)
+
+    @property
+    def _memory(self) -> DeviceMemory:
+        assert self.memory is not None, "the servers have devices to themselves"
+        return self.memory
+
+    def _check_memory(self, point: Point, session: SyncSession, returning: Part) -> None:
+        """Collective: measures, and raises HandoverError on every rank where a device lacks memory for what follows.
+
+        returning: the part that servers take back next, those that released it.
+        """
+        if self.memory is None:
+            return
+        comes_back = any(index in self.on_device for index in session.without(returning))
+        measured = self.memory.record(point)
+        check_room_together(self.memory.lack(point, measured, [returning] if comes_back else []))
+
+    def _resume(self, part: Part, session: SyncSession) -> None:
+        """Has the servers that released this part take it back."""
+        if indices := session.without(part):
+            with _timed(session, RESUME[part]):
+                session.call_all(RESUME[part], partial(_resume, part=part), indices)
+                dist.barrier()
+
+    def _report(self, session: SyncSession) -> RankReport:
+        if self.memory is not None:
+            session.report.metrics |= self.memory.metrics()
+        return session.report
+
+
+def _release(client: RolloutClient, part: Part) -> None:
+    client.release(client.engine.memory_tags[part])
+
+
+def _resume(client: RolloutClient, part: Part) -> None:
+    client.resume(client.engine.memory_tags[part])
+
+
+@contextmanager
+def _timed(session: SyncSession, name: str) -> Iterator[None]:
+    began = time.perf_counter()
+    yield
+    session.report.seconds[name] = time.perf_counter() - began

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,15 +30,14 @@ from scalerl.trainer.ranks.worker import MegatronWorker, flat, phase
 
 if TYPE_CHECKING:
     from scalerl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, RolloutCorrectionConfig
-    from scalerl.rollout.sync.order import SyncOrder
 
 
 class RLWorker(MegatronWorker, WeightSource):
     """A trainer rank with the actor and, in the same process, any of critic, reference and reward model."""
 
     def leave(self) -> None:
-        if self.weight_sync is not None:
-            self.weight_sync.close()
+        if self._weight_sync is not None:
+            self._weight_sync.close()
         super().leave()
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
@@ -138,7 +138,7 @@ class RLWorker(MegatronWorker, WeightSource):
         )
         return metrics if is_first else {}, columns
 
-    @register(Dispatch.DP_COMPUTE_PROTO, with_reading=True)
+    @register(Dispatch.DP_COMPUTE_PROTO)
     @phase("update_actor")
     def update_actor(
         self,
@@ -194,7 +194,7 @@ class RLWorker(MegatronWorker, WeightSource):
             metrics["actor/rejected_updates"] = Metric(float(num_rejected), "max")
         return metrics, None
 
-    @register(Dispatch.DP_COMPUTE_PROTO, with_reading=True)
+    @register(Dispatch.DP_COMPUTE_PROTO)
     @phase("update_actor")
     def evaluate_and_update_actor(
         self,
@@ -224,7 +224,7 @@ class RLWorker(MegatronWorker, WeightSource):
         metrics, columns = self._compared(shard, outputs, RolloutCorrectionConfig(), config)
         return metrics | self.update_metrics([updated], "actor"), columns
 
-    @register(Dispatch.DP_COMPUTE_PROTO, with_reading=True)
+    @register(Dispatch.DP_COMPUTE_PROTO)
     @phase("update_critic", role="critic")
     def update_critic(
         self, shard: DataProto, micro_batches: MicroBatches, *, config: CriticConfig, totals: list[dict[str, int]]
@@ -257,27 +257,8 @@ class RLWorker(MegatronWorker, WeightSource):
         torch.cuda.empty_cache()
         return updates
 
-    @register(Dispatch.ONE_TO_ALL, with_reading=True)
-    def sync_weights(
-        self,
-        policy_version: int,
-        *,
-        verify: bool,
-        orders: Mapping[int, SyncOrder] | None = None,
-        raise_errors: bool = True,
-        with_memory: bool = False,
-    ) -> dict[str, Any]:
-        """Sends the trainer's weights to the servers by `WeightSync.sync`, and returns its report.
-
-        with_memory: the report also has the memory metrics of this rank, as `memory`.
-        """
-        report = self._sync(policy_version, verify=verify, orders=orders, raise_errors=raise_errors)
-        return report | {"memory": self.memory()} if with_memory else report
-
-    @phase("update_weights", "params", reads=True)
-    def _sync(self, policy_version: int, **options: Any) -> dict[str, Any]:
-        assert self.weight_sync is not None, "no servers are connected"
-        return self.weight_sync.sync(policy_version, **options)
+    def weights_on_device(self) -> AbstractContextManager[None]:
+        return self.in_phase("update_weights", "actor", ["params"], reads=True)
 
 
 def _with_loss_columns(shard: DataProto, config: ActorConfig) -> DataProto:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from scalerl.config.schema import MegatronConfig, OptimConfig
     from scalerl.models import Head
     from scalerl.parallel.background_save import BackgroundSave
-    from scalerl.rollout.sync.handover import RankMemory
     from scalerl.trainer.ranks.profile import StepProfile
 
 W = TypeVar("W", bound="MegatronWorker")
@@ -53,7 +52,7 @@ def phase(
     def decorate(method: Callable[Concatenate[W, P], R]) -> Callable[Concatenate[W, P], R]:
         @functools.wraps(method)
         def measured(self: W, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            with memory_phase(name), self.recorded(f"{role} {name}"), self.present(name, role, parts, reads):
+            with self.in_phase(name, role, parts, reads=reads):
                 return method(self, *args, **kwargs)
 
         return GPUMemoryLogger(role)(measured)
@@ -196,6 +195,12 @@ class MegatronWorker(Worker):
         torch.cuda.empty_cache()
 
     @contextlib.contextmanager
+    def in_phase(self, name: str, role: str, parts: Sequence[str], *, reads: bool) -> Iterator[None]:
+        """Keeps parts of a role's model on the device inside the block, whose time and memory count for a phase."""
+        with memory_phase(name), self.recorded(f"{role} {name}"), self.present(name, role, parts, reads):
+            yield
+
+    @contextlib.contextmanager
     def present(self, name: str, role: str, parts: Sequence[str], reads: bool) -> Iterator[None]:
         """Keeps parts of a role's model on the device inside the block.  name: phase that the moves count for.
 
@@ -254,7 +259,7 @@ class MegatronWorker(Worker):
         metrics[f"{prefix}/num_updates"] = Metric(float(len(applied)), "max")
         return metrics
 
-    @register(Dispatch.ONE_TO_ALL, with_reading=True)
+    @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, role: str, directory: str) -> None:
         """Writes that role's distributed checkpoint into an existing directory."""
         from scalerl.parallel.checkpoint import save_engine
@@ -262,7 +267,7 @@ class MegatronWorker(Worker):
         with memory_phase("save_checkpoint"), self.engines[role].on_device("params", "optimizer", reads=True):
             save_engine(self.engines[role], directory)
 
-    @register(Dispatch.ONE_TO_ALL, with_reading=True)
+    @register(Dispatch.ONE_TO_ALL)
     def begin_save_checkpoint(self, role: str, directory: str) -> None:
         """Begins a save as `save_checkpoint`: threads copy what this rank saves, before it changes, and write it."""
         from scalerl.parallel.background_save import BackgroundSave
@@ -278,7 +283,7 @@ class MegatronWorker(Worker):
         assert self.background_save is not None, "no save was begun"
         return self.background_save.written(role)
 
-    @register(Dispatch.ONE_TO_ALL, with_reading=True)
+    @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, role: str, directory: str) -> None:
         from scalerl.parallel.checkpoint import load_engine
 
@@ -315,16 +320,6 @@ class MegatronWorker(Worker):
 
         moved, self.offload_s = self.offload_s, {}
         return memory_metrics() | {f"timing_s/{name}/offload": Metric(s, "max") for name, s in moved.items()}
-
-    @register(Dispatch.ONE_TO_ALL)
-    def device_memory(self) -> RankMemory:
-        return self.reading()
-
-    def reading(self) -> RankMemory:
-        """Free memory of this rank's device, and the bytes that its models take there when they come back."""
-        from scalerl.rollout.sync.handover import measure
-
-        return measure(self.rank, self.device, self.engines)
 
 
 def flat(micro_batches: MicroBatches) -> list[Sequence[int]]:

@@ -19,8 +19,7 @@ from scalerl.rollout.servers.update_group import (
     open_store,
     pack_bytes,
 )
-from scalerl.rollout.sync.delivery import Delivery, Export, wait_all
-from scalerl.rollout.sync.feeds import Feed
+from scalerl.rollout.sync.session import Export, Feed, SyncSession, wait_all
 
 # How much longer a group's limit is than that of the request it serves: else NCCL's watchdog may end this rank when the
 # request to a server that hangs is given up.
@@ -50,25 +49,25 @@ class BroadcastTransport:
         """Limit of each broadcast in a group, as its backend enforces it."""
         return self.timeout_s + (NCCL_GRACE_S if self.backend == "nccl" else 0.0)
 
-    def send(self, delivery: Delivery) -> tuple[int, int]:
+    def send(self, session: SyncSession) -> tuple[int, int]:
         total = num_buckets = 0
-        for feed in delivery.led_feeds:
-            if feed.index not in self.groups and feed.index not in delivery.failed:
-                self._join(delivery, feed)
+        for feed in session.led_feeds:
+            if feed.index not in self.groups and feed.index not in session.failed:
+                self._join(session, feed)
         sending: list[Future] = []
-        with ThreadPoolExecutor(max(1, len(delivery.led_feeds))) as threads:
-            leads = {feed.lead for feed in delivery.feeds}
-            for named in self.export(delivery.bucket_bytes, lambda number: leads):
+        with ThreadPoolExecutor(max(1, len(session.led_feeds))) as threads:
+            leads = {feed.lead for feed in session.feeds}
+            for named in self.export(session.bucket_bytes, lambda number: leads):
                 # What is sent meanwhile is a copy, which goes before that of this bucket is made.
                 wait_all(sending)
                 sending.clear()
                 named = in_sending_order(named)
                 total, num_buckets = total + sum(tensor.nbytes for _, tensor in named), num_buckets + 1
-                if delivery.led_feeds:
+                if session.led_feeds:
                     layout, flat = [_described(*item) for item in named], pack_bytes(named)
-                    sending += [threads.submit(self._send, delivery, feed, layout, flat) for feed in delivery.led_feeds]
+                    sending += [threads.submit(self._send, session, feed, layout, flat) for feed in session.led_feeds]
                     del flat
-                    delivery.hash(named)
+                    session.hash(named)
             wait_all(sending)
         return total, num_buckets
 
@@ -79,7 +78,7 @@ class BroadcastTransport:
             group.abort()
             leave_group(group)
 
-    def _join(self, delivery: Delivery, feed: Feed) -> None:
+    def _join(self, session: SyncSession, feed: Feed) -> None:
         """Makes the process group with a server; they meet at a store of this rank."""
         address = address_towards(feed.replica.url)
         store = open_store(address, self.timeout_s)
@@ -88,7 +87,7 @@ class BroadcastTransport:
         size = 1 + feed.replica.tp_size
         threads = ThreadPoolExecutor(2)
         server = threads.submit(
-            delivery.call,
+            session.call,
             feed,
             None,
             lambda client: client.join_update_group(
@@ -107,35 +106,35 @@ class BroadcastTransport:
         server.result()
         # Where the server did not join, this rank's thread waits in vain, and ends by its own limit.
         threads.shutdown(wait=False)
-        if feed.index in delivery.failed:
+        if feed.index in session.failed:
             return
         if error := here.exception():
-            delivery.mark_failed(feed, f"no process group with {feed.replica.url}: {error}; see the server's log")
+            session.mark_failed(feed, f"no process group with {feed.replica.url}: {error}; see the server's log")
         else:
             self.groups[feed.index] = name, here.result()
 
-    def _send(self, delivery: Delivery, feed: Feed, layout: list[Described], flat: Tensor) -> None:
-        if feed.index in delivery.failed:
+    def _send(self, session: SyncSession, feed: Feed, layout: list[Described], flat: Tensor) -> None:
+        if feed.index in session.failed:
             return
         name, group = self.groups[feed.index]
         threads = ThreadPoolExecutor(2)
         server = threads.submit(
-            delivery.call,
+            session.call,
             feed,
             "bucket",
             lambda client: client.update_weights_from_group(
-                layout, group_name=name, flush_cache=True, policy_version=delivery.policy_version
+                layout, group_name=name, flush_cache=True, policy_version=session.policy_version
             ),
         )
         here = threads.submit(broadcast, flat, group)
         # Where the server takes no part the thread here waits in vain: gloo has no way to call it back.
         threads.shutdown(wait=False)
         server.result()
-        if feed.index not in delivery.failed and (error := here.exception()):
-            delivery.mark_failed(
+        if feed.index not in session.failed and (error := here.exception()):
+            session.mark_failed(
                 feed, f"broadcast of weights to {feed.replica.url} failed: {error}; see the server's log"
             )
-        if feed.index in delivery.failed:
+        if feed.index in session.failed:
             self.forget(feed.index)
 
 

@@ -7,7 +7,6 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from scalerl.errors import UserError
 from scalerl.merge.writer import SafetensorsFile, TensorSpec, file_name, write_safetensors_index
 from scalerl.models import copy_beside_weights
 from scalerl.rollout.servers.weights import NamedTensors
-from scalerl.rollout.sync.delivery import Delivery, Export, wait_all
+from scalerl.rollout.sync.session import Export, SyncSession
 
 DIRECTORY_KEY = "actor_rollout_ref.rollout.weight_transport_dir"
 PREFIX = "weights-of-version-"
@@ -48,25 +47,25 @@ class DiskTransport:
         self.export, self.layout = export, layout
         self.directory, self.model_path = Path(directory).expanduser().absolute(), Path(model_path)
 
-    def send(self, delivery: Delivery) -> tuple[int, int]:
-        buckets = self.layout(delivery.bucket_bytes)
+    def send(self, session: SyncSession) -> tuple[int, int]:
+        buckets = self.layout(session.bucket_bytes)
         specs = [{name: TensorSpec(tuple(shape), dtype) for name, shape, dtype in bucket} for bucket in buckets]
         num_bytes = sum(spec.num_bytes for bucket in specs for spec in bucket.values())
-        target = self._begin(delivery.policy_version, num_bytes)
+        target = self._begin(session.policy_version, num_bytes)
         partial = target.with_name(target.name + PARTIAL)
         error = None
-        world_size, hashing = dist.get_world_size(), {feed.lead for feed in delivery.feeds if delivery.verify}
+        world_size, hashing = dist.get_world_size(), {feed.lead for feed in session.feeds if session.verify}
         for number, named in enumerate(
-            self.export(delivery.bucket_bytes, lambda bucket: hashing | {bucket % world_size})
+            self.export(session.bucket_bytes, lambda bucket: hashing | {bucket % world_size})
         ):
-            if number % world_size == delivery.rank and error is None:
+            if number % world_size == session.rank and error is None:
                 # The other ranks wait for this one in the next bucket's collectives.
                 error = self._failure(num_bytes, lambda n=number, named=named: _write(partial, specs, n, named))
-            delivery.hash(named)
+            session.hash(named)
         self._agree(error, partial)
         error = self._failure(num_bytes, lambda: self._complete(partial, target, specs)) if _is_first() else None
         self._agree(error, partial)
-        self._load(delivery, target)
+        self._load(session, target)
         # No server reads an older model now.
         dist.barrier()
         if _is_first():
@@ -108,17 +107,11 @@ class DiskTransport:
         with _opened(self.directory) as descriptor:
             os.fsync(descriptor)
 
-    def _load(self, delivery: Delivery, target: Path) -> None:
-        with ThreadPoolExecutor(max(1, len(delivery.led_feeds))) as threads:
-            wait_all([
-                threads.submit(
-                    delivery.call,
-                    feed,
-                    "bucket",
-                    lambda client: client.update_weights_from_disk(str(target), policy_version=delivery.policy_version),
-                )
-                for feed in delivery.led_feeds
-            ])  # fmt: skip
+    def _load(self, session: SyncSession, target: Path) -> None:
+        session.call_all(
+            "bucket",
+            lambda client: client.update_weights_from_disk(str(target), policy_version=session.policy_version),
+        )
 
     def _remove_all_but(self, target: Path) -> None:
         for path in self.directory.glob(f"{PREFIX}*"):

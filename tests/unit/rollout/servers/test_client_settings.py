@@ -30,7 +30,7 @@ def test_only_the_settings_make_clients() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == "RolloutClient"
     }
-    assert makers == {"servers/replica.py"}
+    assert makers == {"rollout/servers/replica.py"}
 
 
 def test_the_defaults_of_direct_use_are_the_configurations() -> None:

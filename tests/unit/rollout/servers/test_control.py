@@ -10,9 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from scalerl.rollout.servers.cache_size import small_caches
-from scalerl.rollout.servers.control import ServerControl
-from scalerl.rollout.servers.engines.protocol import CacheSize
+from scalerl.rollout.servers.control import Clients, are_well, continue_generation, pause, small_caches
 from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.servers.replica import ClientSettings, Replica
 
@@ -71,9 +69,9 @@ def servers() -> Iterator[list[Server]]:
 
 
 @pytest.fixture
-def control(servers: list[Server]) -> ServerControl:
+def clients(servers: list[Server]) -> Clients:
     settings = ClientSettings(POLICY, max_model_len=100, timeout_s=TOGETHER_S, max_concurrency=1)
-    return ServerControl(settings, [server.replica for server in servers])
+    return {index: settings.client(server.replica) for index, server in enumerate(servers)}
 
 
 def asked(servers: list[Server]) -> list[list[str]]:
@@ -83,58 +81,47 @@ def asked(servers: list[Server]) -> list[list[str]]:
     return requests
 
 
-def test_all_are_asked_at_the_same_time(servers: list[Server], control: ServerControl) -> None:
-    assert control.pause() == {}
-    assert control.continue_generation() == {}
+def test_all_are_asked_at_the_same_time(servers: list[Server], clients: Clients) -> None:
+    assert pause(clients) == {}
+    assert continue_generation(clients) == {}
     assert asked(servers) == [["/pause_generation", "/continue_generation"]] * NUM_SERVERS
-    assert control.continue_generation() == {}
+    assert continue_generation(clients) == {}
     assert asked(servers) == [[]] * NUM_SERVERS, "nothing was paused"
 
 
-def test_the_sizes_of_all_caches_are_asked_at_the_same_time(control: ServerControl) -> None:
-    assert control.cache_sizes(range(NUM_SERVERS)) == dict.fromkeys(range(NUM_SERVERS), CacheSize(48))
-    assert list(small_caches(control, range(NUM_SERVERS), 48)) == []
-    assert [said.split(" (")[0] for said in small_caches(control, range(NUM_SERVERS), 49)] == [
-        f"rollout server {index}" for index in range(NUM_SERVERS)
-    ]
+def test_the_sizes_of_all_caches_are_asked_at_the_same_time(clients: Clients) -> None:
+    assert list(small_caches(clients, 48)) == []
+    said = [f"rollout server {index}" for index in range(NUM_SERVERS)]
+    assert [sentence.split(" (")[0] for sentence in small_caches(clients, 49)] == said
 
 
-def test_one_that_refuses_is_named(servers: list[Server], control: ServerControl) -> None:
+def test_one_that_refuses_is_named(servers: list[Server], clients: Clients) -> None:
     servers[1].refuses = True
-    failed = control.pause()
+    failed = pause(clients)
     assert list(failed) == [1] and servers[1].replica.url in failed[1]
 
 
-def test_what_was_released_comes_back(servers: list[Server], control: ServerControl) -> None:
-    assert control.release("kv_cache") == {}
-    for server in servers:
-        server.together = None
-    assert control.release("weights", skip=[0]) == {}
-    assert control.resume("weights") == {} == control.resume("kv_cache")
+def test_a_release_waits_for_an_idle_scheduler_and_what_was_released_comes_back(servers: list[Server]) -> None:
+    server = servers[0]
+    server.together = None
+    client = ClientSettings(POLICY, 100, TOGETHER_S, 1).client(server.replica)
+    tags = client.engine.memory_tags
+    client.release(tags["kv_cache"])
+    client.release(tags["weights"])
+    client.resume(tags["weights"])
+    client.resume(tags["kv_cache"])
     kv, weights = (
         [f"/{verb}_memory_occupation {tags}" for verb in ("release", "resume")]
         for tags in ("kv_cache", "weights cuda_graph")
     )
     # A scheduler that is still busy with the last sample would die of the release.
-    kv.insert(0, "/flush_cache?timeout=10")
-    both = [*kv[:2], *weights, kv[2]]
-    assert asked(servers) == [kv, both, both]
+    assert server.asked == ["/flush_cache?timeout=10", kv[0], *weights, kv[1]]
+    with pytest.raises(ValueError, match="not released"):
+        client.resume(tags["kv_cache"])
 
 
-def test_a_successor_has_all_its_memory_and_is_not_paused(servers: list[Server], control: ServerControl) -> None:
-    control.pause()
-    control.release("kv_cache")
-    control.put(2, servers[2].replica)
-    asked(servers)
-    for server in servers:
-        server.together = None
-    control.continue_generation()
-    control.resume("kv_cache")
-    assert asked(servers) == [["/continue_generation", "/resume_memory_occupation kv_cache"]] * 2 + [[]]
-
-
-def test_health_is_asked_of_those_that_are_named(control: ServerControl, servers: list[Server]) -> None:
+def test_health_is_asked_of_those_that_are_named(clients: Clients, servers: list[Server]) -> None:
     servers[2].shutdown()
     servers[2].server_close()
     servers[0].together = None
-    assert control.are_well([0, 2]) == {0: True, 2: False}
+    assert are_well({index: clients[index] for index in (0, 2)}) == {0: True, 2: False}

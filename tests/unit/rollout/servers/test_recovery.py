@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
 
 import pytest
 
 from scalerl.rollout.servers.purpose import JUDGE
-from scalerl.rollout.servers.recovery import (
-    CallersInLoop,
-    GenerationRecovery,
-    LostServer,
-    Replacements,
-    ServerRecovery,
-)
+from scalerl.rollout.servers.recovery import GenerationRecovery, LostServer, Replacements
 from scalerl.rollout.servers.replica import ClientSettings, Replica
 from scalerl.rollout.servers.requests import GenerateRequest, RolloutError, SamplingParams
 
@@ -113,110 +106,5 @@ def test_whoever_waits_learns_that_no_server_comes_back() -> None:
         for task in (waiting, nobody):
             with pytest.raises(RolloutError, match="no restart left"):
                 await task
-
-    asyncio.run(run())
-
-
-class Servers:
-    """A set whose processes are started by nobody; it notes what is asked of it, and of its callers."""
-
-    def __init__(self, *, dies_again: int = 0) -> None:
-        self.down: dict[int, str] = {}
-        self.urls = {0: "http://a", 1: "http://b"}
-        # Times that a successor dies in `before_service`.
-        self.dies_again = dies_again
-        self.noted: list[object] = []
-
-    def end_lost(self, lost: Sequence[LostServer]) -> bool:
-        known = [server for server in lost if self.urls[server.index] == server.url]
-        self.down |= {server.index: server.why for server in known}
-        self.noted.append(("end", sorted(self.down)))
-        return bool(known)
-
-    def restart_down(self) -> dict[int, Replica]:
-        restarted = sorted(self.down)
-        self.down.clear()
-        self.urls |= {index: f"{self.urls[index]}'" for index in restarted}
-        self.noted.append(("restart", restarted))
-        return {index: Replica(self.urls[index], "embedded", 1, "key") for index in restarted}
-
-    def end_failed(self, failed: Mapping[int, str]) -> None:
-        self.down |= failed
-        self.noted += [("failed", dict(failed))] if failed else []
-
-    def replace(self, successors: Mapping[int, Replica]) -> None:
-        self.noted.append(("known", {index: replica.url for index, replica in successors.items()}))
-
-    def in_service(self, indices: Sequence[int]) -> None:
-        self.noted.append(("in service", list(indices)))
-
-    def before_service(self, successors: Mapping[int, Replica], running: Collection[int]) -> Mapping[int, str]:
-        self.noted.append(("weights", sorted(successors), sorted(running)))
-        self.dies_again -= 1
-        return dict.fromkeys(successors, "died") if self.dies_again >= 0 else {}
-
-
-def test_a_lost_server_has_what_it_needs_before_it_serves() -> None:
-    servers = Servers()
-    recovery = ServerRecovery(servers, servers, servers.before_service)
-    assert recovery.replace([LostServer(1, "http://b", "gone")])
-    assert servers.noted == [
-        ("end", [1]),
-        ("restart", [1]),
-        ("known", {1: "http://b'"}),
-        ("weights", [1], []),
-        ("in service", [1]),
-    ]
-    servers.noted.clear()
-    # The news of a server that has a successor comes late.
-    assert not recovery.replace([LostServer(1, "http://b", "gone")])
-    assert servers.noted == [("end", [])]
-
-
-def test_a_successor_that_dies_before_it_serves_is_restarted_and_gets_all_of_it_again() -> None:
-    servers = Servers(dies_again=1)
-    assert ServerRecovery(servers, servers, servers.before_service).replace([LostServer(0, "http://a", "gone")])
-    once = [("restart", [0]), ("known", {0: "http://a'"}), ("weights", [0], []), ("failed", {0: "died"})]
-    again = [("restart", [0]), ("known", {0: "http://a''"}), ("weights", [0], []), ("in service", [0])]
-    assert servers.noted == [("end", [0]), *once, *again]
-
-
-def test_servers_that_run_get_it_together_with_those_that_are_restarted() -> None:
-    servers = Servers()
-    servers.down[1] = "gone"
-    ServerRecovery(servers, servers, servers.before_service).serve([0, 1])
-    assert servers.noted == [
-        ("restart", [1]),
-        ("known", {1: "http://b'"}),
-        ("weights", [1], [0]),
-        ("in service", [1]),
-    ]
-
-
-def test_nobody_is_asked_where_nothing_is_down() -> None:
-    servers = Servers()
-    ServerRecovery(servers, servers, servers.before_service).serve()
-    assert servers.noted == []
-
-
-def test_servers_of_files_need_nothing_before_they_serve() -> None:
-    servers = Servers()
-    assert ServerRecovery(servers, servers).replace([LostServer(0, "http://a", "gone")])
-    assert [noted[0] for noted in servers.noted if isinstance(noted, tuple)] == [
-        "end",
-        "restart",
-        "known",
-        "in service",
-    ]
-
-
-def test_a_thread_puts_successors_in_the_place_of_those_for_which_a_generation_waits() -> None:
-    async def run() -> None:
-        places = replacements("a", "b")
-        servers, callers = Servers(), CallersInLoop(places)
-        waiting = asyncio.create_task(places.successor(1, places.clients[1], RolloutError("error")))
-        lost = await places.next_lost()
-        assert await asyncio.to_thread(ServerRecovery(servers, callers).replace, lost)
-        assert (await waiting).url == "http://b'" and await places.serving() == [0, 1]
 
     asyncio.run(run())

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from scalerl.config.schema import RolloutConfig
-from scalerl.rollout.servers import process
 from scalerl.rollout.servers.engines import Launch
-from scalerl.rollout.servers.host import ReplicaHost, ServerSettings, server_seed
+from scalerl.rollout.servers.host import ServerHost, ServerSettings, server_seed
 from scalerl.rollout.servers.process import RolloutServer
 from scalerl.rollout.servers.purpose import POLICY
 
@@ -40,9 +39,9 @@ def test_a_host_starts_its_server_with_the_seed_of_replica_step_and_restart(
         commands.append(list(server.command))
         return server
 
-    monkeypatch.setattr(process, "start_on_free_port", not_started)
+    monkeypatch.setattr("scalerl.rollout.servers.host.start_on_free_port", not_started)
     launch = Launch("/models/m", RolloutConfig(seed=42), "cpu", 1024)
-    host = ReplicaHost(3, ServerSettings(launch, POLICY, True), log_dir=str(tmp_path), first_step=7)
+    host = ServerHost(3, ServerSettings(launch, POLICY, True), log_dir=str(tmp_path), first_step=7)
     for _ in range(2):
         host.start()
     given = [int(command[command.index("--random-seed") + 1]) for command in commands]

@@ -13,6 +13,7 @@ from scalerl.cluster.pools import ResourcePool
 from scalerl.config.schema import RolloutConfig
 from scalerl.rollout.sampling.draws import sample_seed
 from scalerl.rollout.sampling.policy_servers import verification_is_due
+from scalerl.rollout.servers import control
 from scalerl.rollout.servers.engines import Launch
 from scalerl.rollout.servers.host import in_device_order
 from scalerl.rollout.servers.purpose import POLICY
@@ -20,7 +21,7 @@ from scalerl.rollout.servers.recovery import LostServer
 from scalerl.rollout.servers.replica import ClientSettings, Replica
 from scalerl.rollout.servers.requests import RolloutError
 from scalerl.rollout.servers.server_set import ReplicaPlan, ServerSet, launches, plan_replicas
-from scalerl.rollout.sync.feeds import plan_feeds
+from scalerl.rollout.sync.session import plan_feeds
 
 
 def pool_of(nnodes: int, devices_per_node: int, device: str = "cuda") -> ResourcePool:
@@ -181,7 +182,8 @@ def server_set(num_servers: int, waits: list[list[str]], monkeypatch: pytest.Mon
         for index in range(num_servers)
     ]
     servers.hosts = hosts
-    servers.control = SimpleNamespace(are_well=lambda indices: dict.fromkeys(indices, False))  # type: ignore[assignment]
+    servers.clients = dict.fromkeys(range(num_servers))  # type: ignore[assignment]
+    monkeypatch.setattr(control, "are_well", lambda clients: dict.fromkeys(clients, False))
     return servers
 
 
@@ -212,7 +214,7 @@ def test_replicas_know_the_arguments_that_their_servers_have(monkeypatch: pytest
     servers = server_set(1, [], monkeypatch)
     kwargs = {"sglang": {"ep_size": 2}}
     servers.config = RolloutConfig(tensor_model_parallel_size=2, engine_kwargs=kwargs)
-    servers.starting, servers.clients = [], ClientSettings(POLICY, 64, 1.0, 1)
+    servers.starting, servers.settings = [], ClientSettings(POLICY, 64, 1.0, 1)
     monkeypatch.setattr("scalerl.rollout.servers.server_set.values_of", lambda *_: [("http://new", "key")])
     servers.wait_ready()
     assert servers.replicas == [Replica("http://new", "sglang", 2, "key", kwargs)]

@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 
 from scalerl.config.weight_transport import weight_directory
 from scalerl.rollout.servers.replica import Replica
-from scalerl.rollout.sync.delivery import Delivery
-from scalerl.rollout.sync.feeds import Feed
+from scalerl.rollout.sync.session import Feed, SyncSession
 from scalerl.rollout.sync.transports.disk import SPARE_BYTES, DiskTransport, WeightFilesError
 
 # Of other strides, of several dtypes, and buckets of one tensor and of two.
@@ -68,11 +67,11 @@ def transport_to(directory: Path, model_path: Path, buckets: list = BUCKETS) -> 
 
 def deliver(transport: DiskTransport, policy_version: int, client: Any) -> tuple[int, int]:
     feed = Feed(0, Replica("server", "sglang", 1, "key"), (0,))
-    delivery = Delivery(
+    session = SyncSession(
         [feed], {"server": client}, {}, rank=0, policy_version=policy_version, bucket_bytes=1, verify=True
     )
-    delivery.call(feed, "begin", lambda client: None)
-    return transport.send(delivery)
+    session.call(feed, "begin", lambda client: None)
+    return transport.send(session)
 
 
 def test_a_whole_model_that_transformers_could_read(tmp_path: Path, model_path: Path) -> None:

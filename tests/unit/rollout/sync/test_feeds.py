@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalerl.rollout.servers.replica import Replica
-from scalerl.rollout.sync.feeds import feeds_of, plan_leads
+from scalerl.rollout.sync.session import feeds_of, plan_leads
 
 SIZES = st.integers(1, 40)
 

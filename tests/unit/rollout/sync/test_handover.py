@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,11 +12,15 @@ from scalerl.base.files import GIB
 from scalerl.rollout.servers.engines import ENGINES
 from scalerl.rollout.sync import handover
 from scalerl.rollout.sync.handover import (
-    Handover,
+    DeviceMemory,
     HandoverError,
+    Lack,
+    Part,
+    Point,
     RankMemory,
     bucket_bytes_that_fit,
     check_largest,
+    check_room,
     measure,
     trainer_needs,
 )
@@ -26,26 +30,48 @@ ACTOR = {"params": 10 * GIB, "grads": 20 * GIB, "optimizer": 30 * GIB}
 REF = {"params": 10 * GIB}
 
 
-def rank(number: int, free_gib: float, *, device: str | None = None, returning: dict | None = None) -> RankMemory:
-    return RankMemory(
-        number, device or f"node GPU-{number}", int(free_gib * GIB), 80 * GIB, (number + 1) * GIB, returning or {}
-    )
+def seen(free_gib: float, *, rank: int = 0, returning: dict | None = None) -> RankMemory:
+    return RankMemory(rank, f"node GPU-{rank}", int(free_gib * GIB), 80 * GIB, (rank + 1) * GIB, returning or {})
 
 
-def a_step(books: Handover, *, released: tuple[float, float, float], before_sync: float, after_sync: float) -> None:
-    """One rank; free GiB at each point. released: before, with the KV cache gone, with the weights gone."""
-    books.record("before_release", [rank(0, released[0])])
-    books.record("after_release_kv", [rank(0, released[1])])
-    books.record("after_release", [rank(0, released[2], returning={"actor": ACTOR, "ref": REF})])
-    books.record("before_sync", [rank(0, before_sync, returning={"actor": {"params": 10 * GIB}})])
-    books.record("after_sync", [rank(0, after_sync)])
+class Device:
+    """Reports its free memory from a table: GiB at each look; the last one stays."""
+
+    def __init__(self, *looks: float, returning: dict | None = None) -> None:
+        self.looks, self.returning, self.num_looks = looks, returning, 0
+
+    def __call__(self) -> RankMemory:
+        self.num_looks += 1
+        return seen(self.looks[min(self.num_looks, len(self.looks)) - 1], returning=self.returning)
+
+
+def memory_of(device: Callable[[], RankMemory], **options: bool | str | None) -> DeviceMemory:
+    return DeviceMemory(device, **options)  # type: ignore[arg-type]
+
+
+def lack_at(
+    memory: DeviceMemory, point: Point, free: float, returning: Sequence[Part] = (), away: dict | None = None
+) -> Lack | None:
+    memory.measure = Device(free, returning=away)
+    return memory.lack(point, memory.record(point), returning)
+
+
+def after_a_release(kv_gib: float = 40, weights_gib: float = 8) -> DeviceMemory:
+    """Of a server that had left 12 GiB free."""
+    memory = memory_of(Device(12, 12 + kv_gib, 12 + kv_gib, 12 + kv_gib + weights_gib))
+    before = memory.record("before_release")
+    before = memory.record_released("kv_cache", "after_release_kv", before, pause=lambda _: None)
+    memory.record_released("weights", "after_release", before, pause=lambda _: None)
+    return memory
 
 
 def test_a_step_that_fits_exactly() -> None:
     """KV cache 40, weights 8. Training brings 60 back; the sync 8 of the server and 10 of the trainer; then 40."""
-    books = Handover()
-    a_step(books, released=(12, 52, 60), before_sync=18, after_sync=40)
-    metrics = {key: (metric.value, metric.reduction) for key, metric in books.metrics().items()}
+    memory = after_a_release()
+    assert lack_at(memory, "after_release", 60, away={"actor": ACTOR, "ref": REF}) is None
+    assert lack_at(memory, "before_sync", 18, ["weights"], away={"actor": {"params": 10 * GIB}}) is None
+    assert lack_at(memory, "after_sync", 40, ["kv_cache"]) is None
+    metrics = {key: (metric.value, metric.reduction) for key, metric in memory.metrics().items()}
     points = {"before_release": 12, "after_release_kv": 52, "after_release": 60, "before_sync": 18, "after_sync": 40}
     assert metrics == {
         **{f"perf/handover/free_gb/{point}": (pytest.approx(free), "min") for point, free in points.items()},
@@ -54,61 +80,57 @@ def test_a_step_that_fits_exactly() -> None:
         "perf/handover/weights_gb": (8.0, "max"),
     }
     # What servers gave back stays known, what was measured is reported once.
-    assert books.metrics().keys() == {"perf/handover/kv_gb", "perf/handover/weights_gb"}
+    assert memory.metrics().keys() == {"perf/handover/kv_gb", "perf/handover/weights_gb"}
 
 
 @pytest.mark.parametrize(
-    ("released", "before_sync", "after_sync", "words"),
+    ("point", "free", "returning", "away", "words"),
     [
-        ((12, 52, 59.9), 18, 40, ["after_release", "59.90 of 80.00 GiB", "60.00 GiB", "actor 60.00", "tensor_model"]),
-        (
-            (12, 52, 60), 17.9, 40,
-            ["before_sync", "17.90", "18.00 GiB", "actor 10.00", "weights 8.00", "grad_offload", "gpu_memory_util"],
-        ),
-        ((12, 52, 60), 18, 39.9, ["after_sync", "39.90", "KV cache 40.00", "gpu_memory_utilization", "param_offload"]),
+        ("after_release", 59.9, [], {"actor": ACTOR, "ref": REF}, ["59.90 of 80.00", "actor 60.00", "tensor_model"]),
+        ("before_sync", 17.9, ["weights"], {"actor": REF}, ["17.90", "18.00", "actor 10.00", "weights 8.00", "gpu_"]),
+        ("after_sync", 39.9, ["kv_cache"], {}, ["39.90", "KV cache 40.00", "gpu_memory_utilization", "param_offload"]),
+        ("after_save", 39.9, ["kv_cache"], {}, ["39.90", "KV cache 40.00", "gpu_memory_utilization"]),
+        ("before_save", 39, [], {"actor": ACTOR, "ref": REF}, ["39.00", "actor 40.00"]),
+        ("before_save_alone", 39, [], {"actor": ACTOR, "ref": REF}, ["39.00", "actor 40.00"]),
     ],
 )  # fmt: skip
 def test_too_little_is_an_error_that_says_what_to_change(
-    released: tuple[float, float, float], before_sync: float, after_sync: float, words: list[str]
+    point: Point, free: float, returning: list[Part], away: dict, words: list[str]
 ) -> None:
-    with pytest.raises(HandoverError) as error:
-        a_step(Handover(), released=released, before_sync=before_sync, after_sync=after_sync)
-    message = str(error.value)
-    assert "rank 0 on node GPU-0" in message
-    assert [word for word in words if word not in message] == []
+    memory = after_a_release()
+    lack = lack_at(memory, point, free, returning, away)
+    assert lack is not None and f"{point}: rank 0 on node GPU-0" in lack[1]
+    assert [word for word in words if word not in lack[1]] == []
+    assert lack_at(memory, point, free + 1.01, returning, away) is None
 
 
 def test_the_rank_that_lacks_most_is_named_and_the_others_are_counted() -> None:
-    ranks = [rank(number, free, returning={"actor": ACTOR}) for number, free in enumerate((59, 70, 40, 58))]
+    memory = memory_of(Device(0))
+    ranks = [seen(free, rank=rank, returning={"actor": ACTOR}) for rank, free in enumerate((59, 70, 40, 58))]
+    lacks = [memory.lack("after_release", rank) for rank in ranks]
     with pytest.raises(HandoverError, match=r"rank 2 on node GPU-2 has 40\.00 .*\(2 other ranks lack memory too\)"):
-        Handover().record("after_release", ranks)
+        check_room(lacks)
+    check_room([None, None])
 
 
-def test_models_take_turns_and_ranks_of_one_machine_do_not() -> None:
-    ranks = [rank(number, 100, device="node cpu", returning={"actor": ACTOR, "ref": REF}) for number in (0, 1)]
-    assert trainer_needs(ranks) == {"node cpu": {"the trainer's actor": 120 * GIB}}
-    assert trainer_needs(ranks, role="actor", parts=["params"]) == {"node cpu": {"the trainer's actor": 20 * GIB}}
-    assert trainer_needs([rank(0, 1)]) == {}
-    with pytest.raises(HandoverError, match=r"on node cpu has 100\.00 .*120\.00 GiB are needed"):
-        Handover().record("after_release", ranks)
+def test_models_take_turns() -> None:
+    rank = seen(100, returning={"actor": ACTOR, "ref": REF})
+    assert trainer_needs(rank) == {"the trainer's actor": 60 * GIB}
+    assert trainer_needs(rank, role="actor", parts=["params"]) == {"the trainer's actor": 10 * GIB}
+    assert trainer_needs(seen(1)) == {}
 
 
 def test_a_server_that_has_its_memory_needs_none() -> None:
-    """One that was restarted meanwhile."""
-    books = Handover()
-    a_step(books, released=(12, 52, 60), before_sync=18, after_sync=40)
-    books.record("before_sync", [rank(0, 0)], servers=[])
-    books.record("after_sync", [rank(0, 0)], servers=[])
-    with pytest.raises(HandoverError, match="KV cache"):
-        books.record("after_sync", [rank(0, 0)], servers=[0])
+    """A server that was restarted meanwhile; and before the first release nothing comes back."""
+    assert lack_at(after_a_release(), "before_sync", 0) is None and lack_at(after_a_release(), "after_sync", 0) is None
+    assert lack_at(memory_of(Device(0)), "after_sync", 0, ["kv_cache"]) is None
 
 
-def test_nothing_was_released_so_nothing_comes_back() -> None:
-    """As on a CPU, and before the first sync."""
-    books = Handover()
-    for point in ("after_release", "before_sync", "after_sync"):
-        books.record(point, [rank(0, 0)])
-    assert len(books.metrics()) == 6
+def test_the_trainer_needs_room_beside_servers_that_release_nothing() -> None:
+    away = {"actor": ACTOR}
+    lack = lack_at(memory_of(Device(0), hands_over=False), "after_sync", 59, away=away)
+    assert lack is not None and "actor 60.00" in lack[1]
+    assert lack_at(memory_of(Device(0)), "after_sync", 59, away=away) is None
 
 
 @pytest.mark.parametrize(
@@ -162,84 +184,45 @@ def test_a_control_group_limits_what_is_free(cgroup: Callable[..., Path], tmp_pa
         assert handover.host_free_bytes(unlimited) > 100 * MIB
 
 
-class Device:
-    """Reports its free memory from a table: GiB at each look of each rank; the last line stays."""
-
-    def __init__(self, *looks: tuple[float, ...], returning: dict | None = None) -> None:
-        self.looks, self.returning, self.num_looks = looks, returning, 0
-
-    def __call__(self) -> list[RankMemory]:
-        free = self.looks[min(self.num_looks, len(self.looks) - 1)]
-        self.num_looks += 1
-        return [rank(number, gib, returning=self.returning) for number, gib in enumerate(free)]
-
-
-def release(books: Handover, kv: Device, weights: Device, *, wait_s: float = 1.0) -> None:
-    """Of a server on two devices, which had 10 GiB free."""
-    books.record("before_release", Device((10, 10))())
-    books.record_released("after_release_kv", kv, wait_s=wait_s, pause=lambda _: None)
-    books.record_released("after_release", weights, wait_s=wait_s, pause=lambda _: None)
-
-
-def released(books: Handover) -> dict[str, float]:
-    return {
-        key.removeprefix("perf/handover/"): metric.value
-        for key, metric in books.metrics().items()
-        if key.endswith(("kv_gb", "weights_gb"))
-    }
+def release(memory: DeviceMemory, kv: Device, weights: Device) -> None:
+    """Of a server on a device that had 10 GiB free."""
+    memory.measure = kv
+    before = memory.record_released("kv_cache", "after_release_kv", seen(10), pause=lambda _: None)
+    memory.measure = weights
+    memory.record_released("weights", "after_release", before, pause=lambda _: None)
 
 
 def test_the_first_release_is_over_when_nothing_more_comes_free() -> None:
     """The first rank answers before the second has given anything back."""
-    books = Handover()
-    kv, weights = Device((50, 10), (50, 30), (50, 50), (50, 50)), Device((60, 60), (60, 60))
-    release(books, kv, weights)
+    memory, kv, weights = memory_of(Device(0)), Device(10.1, 30, 50, 50), Device(60, 60)
+    release(memory, kv, weights)
     assert (kv.num_looks, weights.num_looks) == (4, 2)
-    assert released(books) == {"kv_gb": 40.0, "weights_gb": 10.0}
-    # From then on it is known how much comes, and one look is enough where all of it is there.
-    kv, weights = Device((50, 50)), Device((60, 10), (60, 10), (60, 60))
-    release(books, kv, weights)
+    assert memory.released == {"kv_cache": 40 * GIB, "weights": 10 * GIB}
+    # From then on the bytes are known, and one look is enough where all of them are free.
+    kv, weights = Device(50), Device(50, 50, 60)
+    release(memory, kv, weights)
     assert (kv.num_looks, weights.num_looks) == (1, 3)
 
 
-def test_a_release_that_comes_late_is_no_error_and_one_that_does_not_come_is() -> None:
-    books = Handover()
-    release(books, Device((50, 50)), Device((60, 60)))
-    late = Device((60, 55), (60, 55), (60, 60), returning={"actor": ACTOR})
-    release(books, Device((50, 50)), late)
+def test_a_release_that_comes_late_is_waited_for_and_one_that_does_not_come_is_not() -> None:
+    memory = memory_of(Device(0))
+    release(memory, Device(50), Device(60))
+    late = Device(55, 55, 60, returning={"actor": ACTOR})
+    release(memory, Device(50), late)
     assert late.num_looks == 3
-    never = Device((60, 55), returning={"actor": ACTOR})
-    with pytest.raises(HandoverError, match=r"after_release: rank 1 on node GPU-1 has 55\.00"):
-        release(books, Device((50, 50)), never, wait_s=2.0)
+    never = Device(55, returning={"actor": ACTOR})
+    memory.wait_s = 2.0
+    release(memory, Device(50), never)
     assert never.num_looks == 1 + round(2.0 / handover.RELEASE_LOOK_S)
+    lack = memory.lack("after_release", never())
+    assert lack is not None and "after_release: rank 0 on node GPU-0 has 55.00" in lack[1]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_a_server_keeps_is_made_less_by_a_setting_of_its_own_engine(engine: str) -> None:
-    waiting = rank(0, 39, returning={"actor": ACTOR})
+    memory = memory_of(Device(0), keep_less=ENGINES[engine].keep_less)
     for point in ("after_release", "before_save_alone"):
-        with pytest.raises(HandoverError) as error:
-            Handover(ENGINES[engine].keep_less).record(point, [waiting])
-        said = re.findall(r"engine_kwargs\.(\w+)\.", str(error.value))
+        lack = lack_at(memory, point, 39, away={"actor": ACTOR})
+        assert lack is not None
+        said = re.findall(r"engine_kwargs\.(\w+)\.", lack[1])
         assert said == (["sglang"] if engine == "sglang" and point == "after_release" else [])
-
-
-def test_a_save_without_room_though_the_servers_weights_left_is_an_error() -> None:
-    """At `before_save_alone`, when nothing of the servers is left that could leave."""
-    books = Handover()
-    waiting = rank(0, 39, returning={"actor": ACTOR, "ref": REF})
-    said = r"before_save_alone: rank 0 .* has 39\.00 of 80\.00 GiB free, and 40\.00 GiB are needed: .*actor 40\.00"
-    with pytest.raises(HandoverError, match=said):
-        books.record_released("before_save_alone", lambda: [waiting], pause=lambda _: None)
-    books.record_released("before_save_alone", lambda: [rank(0, 40, returning={"actor": ACTOR})], pause=lambda _: None)
-
-
-def test_a_save_needs_parameters_and_optimizer_and_the_cache_comes_back_after_it() -> None:
-    books = Handover()
-    release(books, Device((50, 50)), Device((60, 60)))
-    books.record("before_save", Device((40, 40), returning={"actor": ACTOR, "ref": REF})())
-    with pytest.raises(HandoverError, match=r"before_save: rank 1 .* 39\.00 of .* 40\.00 GiB are needed.*actor 40\.00"):
-        books.record("before_save", Device((40, 39), returning={"actor": ACTOR, "ref": REF})())
-    books.record("after_save", Device((40, 40))())
-    with pytest.raises(HandoverError, match=r"after_save: rank 0 .*KV cache 40\.00.*gpu_memory_utilization"):
-        books.record("after_save", Device((39, 40))())

@@ -1,0 +1,223 @@
+"""`SyncSession`: a call about the servers, as a trainer rank sees it: which servers it leads, and which of them failed.
+
+`Feed` says which trainer ranks send weights to which server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from scalerl.rollout.servers.client import RolloutClient, RolloutError
+from scalerl.rollout.servers.replica import Replica
+from scalerl.rollout.sync.order import Step, SyncOrder
+from scalerl.tracking.metrics import Metric
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    # Not for a driver, which imports this module: that one imports megatron.
+    from scalerl.parallel.export import Needed
+    from scalerl.rollout.servers.weights import ExpectedChecksums, NamedTensors
+    from scalerl.rollout.sync.handover import Part
+
+T = TypeVar("T")
+
+# (most bytes of a bucket, which ranks need it) -> the model under its Hugging Face names, bucket by bucket. Collective:
+# every rank must consume all buckets; the buckets that a rank does not need are empty.
+Export = Callable[[int, "Needed"], Iterator["NamedTensors"]]
+
+# --- which rank sends to which server ---
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The trainer ranks that feed one replica; ranks[0] talks to its server. index: of the replica.
+
+    group: gloo process group of the ranks, where they are several (`join_feeds`).
+    """
+
+    index: int
+    replica: Replica
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def lead(self) -> int:
+        return self.ranks[0]
+
+    def engine_ranks(self, rank: int) -> list[int]:
+        """The ranks of the server that a trainer rank feeds, and whose checksums it makes."""
+        return [number for number in range(self.replica.tp_size) if self.ranks[number % len(self.ranks)] == rank]
+
+    def gather(self, mine: Mapping[int, T]) -> dict[int, T]:
+        """Gathers each rank's part on the lead: engine rank -> part; {} on other ranks. Collective over the feed."""
+        import torch.distributed as dist
+
+        if self.group is None:
+            return dict(mine)
+        gathered: list | None = [None] * dist.get_world_size(self.group) if self.lead == dist.get_rank() else None
+        dist.gather_object(dict(mine), gathered, dst=self.lead, group=self.group)
+        return {number: value for part in gathered or [] for number, value in part.items()}
+
+    def wait(self) -> None:
+        """Returns when all ranks of the feed are here. Collective over the feed."""
+        import torch.distributed as dist
+
+        if self.group is not None:
+            dist.barrier(self.group)
+
+
+def plan_feeds(replicas: Sequence[Replica], world_size: int) -> list[tuple[int, ...]]:
+    """The trainer ranks that make the buckets of each replica's engine ranks; the first talks to the server.
+
+    Engine ranks, counted over all replicas, are fed by the trainer rank with the same number (modulo the world). On a
+    GPU that rank sits on the engine rank's device, so its bucket crosses by CUDA IPC.
+    """
+    feeds, first = [], 0
+    for replica in replicas:
+        feeds.append(tuple((first + rank) % world_size for rank in range(replica.tp_size)))
+        first += replica.tp_size
+    return feeds
+
+
+def plan_leads(num_replicas: int, world_size: int) -> list[int]:
+    """The one trainer rank that sends to each replica; these are spread over nodes and data-parallel copies."""
+    if num_replicas <= world_size:
+        return [index * world_size // num_replicas for index in range(num_replicas)]
+    return [index % world_size for index in range(num_replicas)]
+
+
+def feeds_of(transport: str, replicas: Sequence[Replica], world_size: int) -> list[Feed]:
+    """The Feed of each replica. With transport `shared` the ranks on its devices feed it, else one rank alone."""
+    if transport == "shared":
+        ranks = plan_feeds(replicas, world_size)
+    else:
+        ranks = [(lead,) for lead in plan_leads(len(replicas), world_size)]
+    return [Feed(index, *fed) for index, fed in enumerate(zip(replicas, ranks, strict=True))]
+
+
+def join_feeds(feeds: Sequence[Feed]) -> list[Feed]:
+    """Makes the process group of each feed with several ranks; collective over the trainer's world."""
+    import torch.distributed as dist
+
+    joined = []
+    for feed in feeds:
+        distinct = sorted(set(feed.ranks))
+        # Every rank creates every group.
+        group = dist.new_group(distinct, backend="gloo") if len(distinct) > 1 else None
+        joined.append(replace(feed, group=cast("dist.ProcessGroup | None", group)))
+    return joined
+
+
+# --- one call ---
+
+
+@dataclass
+class RankReport:
+    """What a trainer rank reports of one call about the servers.
+
+    failed: index of a replica that this rank leads -> how its server failed.  orders: of the servers that it leads, as
+    they are now.  seconds: part of the call -> seconds.  metrics: of the rank's memory.
+    num_bytes: of one copy of the model, as `Transport.send` has them.  bucket_bytes: most bytes of a bucket.
+    """
+
+    failed: dict[int, str] = field(default_factory=dict)
+    orders: dict[int, SyncOrder] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    # What the rank's device lacks, as `handover.check_room` has it.
+    lack: tuple[int, str] | None = None
+    num_bytes: int = 0
+    num_buckets: int = 0
+    bucket_bytes: int = 0
+
+
+class SyncSession:
+    """One call about the servers, as a trainer rank sees it.
+
+    feeds: of the replicas that take part, the same on every rank. led_feeds: those whose server this rank talks to.
+    """
+
+    def __init__(
+        self,
+        feeds: Sequence[Feed],
+        clients: Mapping[str, RolloutClient],
+        expected: Mapping[int, ExpectedChecksums] | None = None,
+        *,
+        rank: int,
+        policy_version: int = 0,
+        bucket_bytes: int = 0,
+        verify: bool = False,
+        orders: Mapping[int, SyncOrder] | None = None,
+    ) -> None:
+        """Prepares the call.
+
+        clients: URL -> client.  verify: the same on every rank.
+        orders: index of a replica -> where its server is in the order of its steps, the same on every rank; None: all
+            servers are drained, with their weights in place.
+        expected: index of a replica -> the checksums of the ranks of its server that this rank feeds; empty where
+            checksums are not compared.
+        """
+        self.feeds, self.rank, self.policy_version, self.verify = feeds, rank, policy_version, verify
+        self.bucket_bytes = bucket_bytes
+        self.led_feeds = [feed for feed in feeds if feed.lead == rank]
+        self.expected = expected or {}
+        self._clients = clients
+        if orders is None:
+            orders = {feed.index: SyncOrder(feed.replica.url, serving=False) for feed in feeds}
+        # Of the orders as every rank got them; in the session only a server's lead advances its order.
+        self._without: dict[Part, list[int]] = {
+            "kv_cache": [feed.index for feed in feeds if not orders[feed.index].has_kv],
+            "weights": [feed.index for feed in feeds if not orders[feed.index].has_weights],
+        }
+        self.report = RankReport(orders={feed.index: orders[feed.index] for feed in self.led_feeds})
+
+    @property
+    def failed(self) -> dict[int, str]:
+        return self.report.failed
+
+    def without(self, part: Part) -> list[int]:
+        """Indices of the servers that had released this part when the session began; the same on every rank."""
+        return self._without[part]
+
+    def call(self, feed: Feed, step: Step | None, request: Callable[[RolloutClient], Any]) -> Any:
+        """Calls one server and returns its answer; None from a server that failed now or earlier in this session.
+
+        A failure does not end the session: other ranks wait for this rank in collectives, other servers for their
+        weights. step: the SyncOrder step that this call performs; None if it performs none. Raises WrongOrderError
+        before the server is asked.
+        """
+        if feed.index in self.failed:
+            return None
+        if step is not None:
+            self.report.orders[feed.index].advance(step)
+        try:
+            return request(self._clients[feed.replica.url])
+        except RolloutError as error:
+            self.mark_failed(feed, str(error))
+            return None
+
+    def call_all(
+        self, step: Step, request: Callable[[RolloutClient], Any], indices: Sequence[int] | None = None
+    ) -> None:
+        """Calls the servers that this rank leads at the same time, as `call`.  indices: of them; None: all."""
+        led = [feed for feed in self.led_feeds if indices is None or feed.index in indices]
+        with ThreadPoolExecutor(max(1, len(led))) as threads:
+            wait_all([threads.submit(self.call, feed, step, request) for feed in led])
+
+    def mark_failed(self, feed: Feed, why: str) -> None:
+        """Notes that a server failed; the first reason is kept."""
+        self.failed.setdefault(feed.index, why)
+
+    def hash(self, named: NamedTensors) -> None:
+        """Adds a bucket to the checksums that this rank makes."""
+        for checksums in self.expected.values():
+            checksums.add(named)
+
+
+def wait_all(pending: Sequence[Future]) -> None:
+    for future in pending:
+        future.result()
