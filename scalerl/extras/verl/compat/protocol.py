@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scalerl.base.whole_file import whole_file
+from scalerl.base.files import whole_file
 from scalerl.batch import data_proto as protocol
 from scalerl.batch.data_proto import Jagged
 from scalerl.extras.verl.compat.jagged_columns import (
