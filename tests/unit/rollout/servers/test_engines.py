@@ -127,7 +127,6 @@ def names_compared(code: str) -> Iterator[int]:
 NAMING = {
     "config/rollout_engines.py": "the table of engines",
     "config/schema/rollout.py": "the default of a key",
-    "extras/verl/keys/vocabulary/rollout.py": "what verl's names become",
     "commands/doctor/packages.py": "a package of this name",
     "extras/slurm/probes.py": "a package of this name",
     "rollout/servers/embedded/server.py": "what the server of this engine says of itself",
