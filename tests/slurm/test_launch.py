@@ -35,7 +35,8 @@ def test_a_job_is_submitted_watched_and_ended(
     """And another that waits for it, since a run has one job at a time."""
     run_dir = tmp_path / "my run"
     # It runs until it is ended, however long what is asked of it meanwhile takes.
-    arguments = ["slurm", *overrides(small, run_dir, num_nodes, 1, ENDLESS), "slurm.time=30", "slurm.notice_s=60"]
+    run = overrides(small, run_dir, num_nodes, 1, ENDLESS, "trainer.experiment_name=mine")
+    arguments = ["slurm", *run, "slurm.time=30", "slurm.notice_s=60"]
     dry = launch(*arguments, "--dry-run")
     assert dry.returncode == 0 and "to start at" in dry.stdout, dry.stdout + dry.stderr
     # KillWait of this site is 60 s.
