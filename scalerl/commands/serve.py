@@ -44,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with serving(arguments) as server:
         print(_ready(server.url, Path(arguments.model), time.monotonic() - began), flush=True)
         try:
+            if (line := _unknown_line(arguments.model, arguments.trust_remote_code)) is not None:
+                print(line, flush=True)
             while server.alive():
                 time.sleep(POLL_S)
         except KeyboardInterrupt:
@@ -175,6 +177,21 @@ def _positions(model: Path) -> int:
         ) from None
     config = config.get("text_config") or config
     return max_positions(config) if config.get("max_position_embeddings") else CONTEXT["cpu"]
+
+
+def _unknown_line(model: str, trust_remote_code: bool) -> str | None:
+    """What a user must know of the model's tokenizer; None if it has tokens for all that is usual."""
+    from scalerl.data import load_tokenizer
+    from scalerl.data.model_source import model_directory
+    from scalerl.data.unknown_text import shown_pieces, unwritable_ascii
+
+    unknown = unwritable_ascii(load_tokenizer(model_directory(model, "MODEL"), trust_remote_code))
+    if not unknown:
+        return None
+    return (
+        f"its tokenizer has no token for {len(unknown)} of 95 printable ASCII characters, which the model does not see "
+        f"in a request: {shown_pieces(unknown)}"
+    )
 
 
 def _ready(url: str, model: Path, seconds: float) -> str:

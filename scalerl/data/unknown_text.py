@@ -76,6 +76,13 @@ def _is_visible(character: str) -> bool:
     return character.isprintable() and not character.isspace() and unicodedata.category(character)[0] != "M"
 
 
+def unwritable_ascii(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The printable ASCII characters that a tokenizer has no token for."""
+    unknown = UnknownText(tokenizer)
+    characters = [chr(code) for code in range(ord(" "), ord("~") + 1)]
+    return [c for c in characters if unknown.find(c, tokenizer.encode(c, add_special_tokens=False))]
+
+
 def unknown_in_messages(
     tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[dict[str, Any]]]
 ) -> UnknownRows:

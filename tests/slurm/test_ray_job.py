@@ -109,6 +109,20 @@ def test_exit_code_passes_and_paths_may_have_spaces(
     assert_nothing_left(slurm)
 
 
+# On two nodes, with a real run: tests/slurm/test_two_node_run.py.
+@pytest.mark.full
+@pytest.mark.parametrize("num_nodes", [3, 1])
+def test_usr1_reaches_the_command_and_requeues(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int
+) -> None:
+    job_id = submit(num_nodes, *WAIT_ONCE)
+    out = tmp_path / f"out-{job_id}.txt"
+    wait_for_driver(slurm, job_id, out)
+    slurm.run("scancel", "--signal=USR1", "--batch", job_id)
+    assert_came_back(slurm, job_id, out, because="75")
+    assert f"SAVED SIGUSR1 {hosts_text(num_nodes)}\n" in out.read_text()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_a_repeated_notice_may_end_a_command_that_is_ending(
@@ -151,6 +165,19 @@ def test_the_network_is_chosen_by_its_addresses_or_its_name(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_a_network_that_is_not_there_is_named_with_those_that_are(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_nodes: int
+) -> None:
+    monkeypatch.setenv("SCALERL_INTERFACE", "ib9")
+    job_id = submit(num_nodes, "true")
+    job = slurm.wait(job_id)
+    out = (tmp_path / f"out-{job_id}.txt").read_text()
+    assert (job["JobState"], job["ExitCode"]) == ("FAILED", "70:0"), out
+    assert "no IPv4 address for SCALERL_INTERFACE=ib9; there are: " in out and "eth0 10.99.0.11/24" in out
+
+
+@pytest.mark.full
 def test_a_node_without_the_network_is_left_out(
     slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +192,32 @@ def test_a_node_without_the_network_is_left_out(
     assert "sick: n2: reports: its probe ended: ray_node.sh on n2: no IPv4 address for SCALERL_INTERFACE=ib0; " in out
     assert "] nodes: n1 n3\n" in out
     assert_nothing_left(slurm)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("num_nodes", [3, 1])
+def test_preemption_leaves_ray_whole_and_requeues(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int
+) -> None:
+    """Slurm sends TERM to the command and to Ray on every node at once."""
+    job_id = submit(num_nodes, *WAIT_ONCE, options=("--partition=low",))
+    out = tmp_path / f"out-{job_id}.txt"
+    wait_for_driver(slurm, job_id, out)
+    slurm.sbatch("-N4", "--exclusive", "--partition=main", "--output=/dev/null", "--wrap=true", cwd=tmp_path)
+    assert_came_back(slurm, job_id, out, because="75")
+    assert f"SAVED SIGTERM {hosts_text(num_nodes)}\n" in out.read_text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("num_nodes", [2, 3, 1])
+def test_scancel_lets_the_command_save_and_ends_the_job_for_good(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int
+) -> None:
+    job_id = submit(num_nodes, *WAIT_ONCE)
+    out = tmp_path / f"out-{job_id}.txt"
+    wait_for_driver(slurm, job_id, out)
+    slurm.run("scancel", job_id)
+    assert_saved_and_ended_for_good(slurm, job_id, out, hosts_text(num_nodes), restarts=0)
 
 
 def assert_saved_and_ended_for_good(slurm: MiniSlurm, job_id: str, out: Path, hosts: str, *, restarts: int) -> None:
@@ -288,6 +341,23 @@ def test_the_node_of_the_batch_script_is_lost_in_a_job_that_outlives_lost_nodes(
     assert (job["JobState"], job["NodeList"], job["Restarts"]) == ("COMPLETED", "n[2-4]", "1"), out.read_text()
     said = [path.read_text() for path in (tmp_path / f"logs/{job_id}/attempt_0").glob("guard-n*.log")]
     assert f"n1, where the launcher was, is no longer in job {job_id}: requeue\n" in "".join(said)
+    assert_nothing_left(slurm)
+
+
+@pytest.mark.full
+def test_a_lost_node_requeues(slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path) -> None:
+    job_id = submit(3, *WAIT_ONCE)
+    out = tmp_path / f"out-{job_id}.txt"
+    wait_for_driver(slurm, job_id, out)
+    slurm.power_off("n3")
+    try:
+        wait_until("second attempt", lambda: slurm.job(job_id)["Restarts"] == "1", 300)
+        job = slurm.wait(job_id)
+    finally:
+        slurm.power_on("n3")
+    assert (job["JobState"], job["NodeList"], job["Restarts"]) == ("COMPLETED", "n[1-2,4]", "1"), out.read_text()
+    # Whatever the command made of it.
+    assert ": Slurm starts it again itself\n" in out.read_text() and "not started again" not in out.read_text()
     assert_nothing_left(slurm)
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scalerl.commands.init.files import Machine, make_files
+from scalerl.commands.init.files import Machine, make_files, sample_prompts
 from scalerl.errors import CommandParser, UserError
 
 QUICKSTART_MODEL = Path("outputs/quickstart/sft_model")
@@ -25,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = _model(arguments.model)
 
     from scalerl.cluster.device import resolve_device
+    from scalerl.data import load_tokenizer
+    from scalerl.data.unknown_text import unknown_in_messages
     from scalerl.models import ModelShape
 
     try:
@@ -32,8 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         raise UserError(f"--model {model}: {error}") from None
     machine = Machine.here(resolve_device(arguments.device))
+    unknown = unknown_in_messages(load_tokenizer(model), sample_prompts())
     _write(directory, make_files(directory, model, shape.hidden_size, machine))
     print(_next_steps(directory, machine))
+    if unknown.rows:
+        print(f"but the tokenizer of {model} cannot write their prompts: {unknown}; put prompts of your own there")
     return 0
 
 

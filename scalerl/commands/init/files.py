@@ -41,6 +41,11 @@ def make_files(directory: Path, model: Path, hidden_size: int, machine: Machine)
     }
 
 
+def sample_prompts() -> list[list[dict]]:
+    """The messages of each row that `make_files` writes."""
+    return [row["prompt"] for rows in _rows() for row in rows]
+
+
 def _rows() -> tuple[list[dict], list[dict]]:
     """Different sums, written as the quickstart's model knows them; any other model understands them too."""
     sums = [(a, b) for a in range(10, 100) for b in range(3, 10)]

@@ -12,12 +12,13 @@ from transformers import PreTrainedTokenizerFast
 
 from scalerl.commands.data.command import main
 from scalerl.commands.generation import read_prompts
+from scalerl.commands.serve import _unknown_line
 from scalerl.config import compose
 from scalerl.config.schema import CustomClassConfig, DataConfig, SFTDataConfig
 from scalerl.data import DataError, RLHFDataset, SFTDataset, create_rl_dataset
 from scalerl.data.files import resolve_files
 from scalerl.data.tables import read_tables
-from scalerl.data.unknown_text import UnknownText
+from scalerl.data.unknown_text import UnknownText, unwritable_ascii
 
 SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
 TEMPLATE = (
@@ -55,6 +56,7 @@ def test_unknown_text_names_its_characters(tokenizer: PreTrainedTokenizerFast) -
     assert pieces("<|user|>12-11=<|assistant|>1<|end|><|pad|>") == ["-"]
     assert pieces("1-2-3*4=") == ["-", "-", "*"]
     assert pieces("<|user|>12+11=<|assistant|><|end|><|pad|>") == []
+    assert {"-", "a", "~"} <= set(unwritable_ascii(tokenizer)) and "1" not in unwritable_ascii(tokenizer)
 
 
 def test_a_tokenizer_of_bytes_writes_everything(tokenizer) -> None:
@@ -63,6 +65,7 @@ def test_a_tokenizer_of_bytes_writes_everything(tokenizer) -> None:
         tokenizer.unk_token = unk
         try:
             assert UnknownText(tokenizer).find(text + "<|end|>", tokenizer.encode(text + "<|end|>")) == []
+            assert unwritable_ascii(tokenizer) == []
         finally:
             tokenizer.unk_token = None
 
@@ -116,7 +119,7 @@ def test_unknown_tokens_of_a_class_of_ones_own(tmp_path: Path) -> None:
     assert len(create_rl_dataset("x", of_characters(), DataConfig(custom_cls=own, unknown_tokens="allow"))) == 2
 
 
-def test_unknown_text_is_counted_where_data_is_made(tmp_path: Path, capsys) -> None:
+def test_unknown_text_is_counted_where_data_is_made_and_a_model_is_served(tmp_path: Path, capsys) -> None:
     model = str(tmp_path / "model")
     of_characters().save_pretrained(model)
     file = tmp_path / "mine.csv"
@@ -127,3 +130,5 @@ def test_unknown_text_is_counted_where_data_is_made(tmp_path: Path, capsys) -> N
     assert main([*command, "--out", str(tmp_path / "out")]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "unknown tokens" in line]
     assert len(lines) == 1 and re.match(r'train: rows 0, 2: 2 unknown tokens .* for "-"; scalerl train', lines[0])
+    line = _unknown_line(model, trust_remote_code=False)
+    assert line is not None and "83 of 95" in line

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from scalerl.commands.init import command, files
 from scalerl.commands.init.files import Machine, make_files
@@ -93,3 +95,13 @@ def test_a_directory_that_is_no_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"--model {tmp_path}"):
         command.main([str(tmp_path / "run"), "--model", str(tmp_path)])
     assert not (tmp_path / "run").exists()
+
+
+def test_unknown_text_of_its_prompts_is_said(tmp_path: Path, capsys) -> None:
+    model = make_tiny_model(tmp_path / "model", hidden_size=64)
+    letters = Tokenizer(models.WordLevel({"<unk>": 0, **{c: i for i, c in enumerate("0123456789=", 1)}}, "<unk>"))
+    letters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    PreTrainedTokenizerFast(tokenizer_object=letters, unk_token="<unk>").save_pretrained(model)
+    assert command.main([str(tmp_path / "run"), "--model", str(model), "--device", "cpu"]) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert "160 unknown tokens" in said and 'for "+"' in said
