@@ -249,7 +249,7 @@ def test_a_loss_gets_columns_by_name(inputs: Inputs, kept: Kept, tmp_path: Path,
         f"actor_rollout_ref.actor.ppo_mini_batch_size={size}",
         "trainer.total_training_steps=2",
         "trainer.val_before_train=false",
-        "trainer.test_freq=0",
+        "trainer.test_freq=-1",
     ]
     own_keys = ["my/from_reference", "my/index", "my/sample_index"]
     finished = kept.train(inputs.overrides(tmp_path / "run", *overrides), own_keys=own_keys)
