@@ -230,9 +230,10 @@ from scalerl.algorithms import register_policy_loss
 
 @register_policy_loss("of_columns", needs=("ref_logprobs", "index", "sample_index"))
 def of_columns(logprobs_T, old_logprobs_T, advantages_T, config, *, ref_logprobs, index, sample_index):
-    ratio_T = (logprobs_T - old_logprobs_T).exp()
+    log_ratio_T = logprobs_T - old_logprobs_T
     metrics = {"from_reference": (old_logprobs_T - ref_logprobs).abs(), "index": index, "sample_index": sample_index}
-    return -advantages_T * ratio_T, {f"my/{name}": column.float() for name, column in metrics.items()}
+    metrics = {f"my/{name}": column.float() for name, column in metrics.items()}
+    return -advantages_T * log_ratio_T.exp(), {"actor/ppo_kl": -log_ratio_T.detach(), **metrics}
 """
 
 
