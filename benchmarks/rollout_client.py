@@ -97,7 +97,7 @@ def start_server(options: argparse.Namespace, model_path: str, max_model_len: in
 
 
 async def compare(options: argparse.Namespace, url: str, key: str, max_model_len: int) -> dict[str, Any]:
-    from scalerl.rollout.server_choice import max_in_flight
+    from scalerl.rollout.dispatcher import max_in_flight
     from scalerl.rollout.servers.client import RolloutClient
 
     # As in the trainer.

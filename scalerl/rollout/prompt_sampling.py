@@ -1,4 +1,4 @@
-"""Sampling parameters that a prompt of the data sets for itself: `extra_info["sampling"]`."""
+"""How a sample is drawn: its seed and its sampling parameters, which a prompt may set in `extra_info["sampling"]`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,42 @@ import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from scalerl.rollout.servers.requests import SamplingParams
 
+if TYPE_CHECKING:
+    from scalerl.data import PromptRow
+
 KEY = "sampling"
+
+
+def sampling_of(dataset: str, prompt: PromptRow, base: SamplingParams) -> SamplingParams:
+    """`base` with the changes of the prompt's extra_info["sampling"]. Raises ValueError naming the prompt."""
+    name = f"{dataset} prompt {prompt.uid}"
+    sampling = override_sampling(base, prompt.extra_info, name)
+    if dataset == "train" and base.temperature == 0:
+        # The greedy baseline of the samples stays greedy, whatever temperature the prompt asks for.
+        return replace(sampling, temperature=0.0)
+    if dataset == "train" and sampling.temperature != base.temperature:
+        raise ValueError(
+            f"{name}: extra_info.sampling.temperature is {sampling.temperature}, the run trains at {base.temperature}: "
+            "the log-probs of a step are all at one temperature; leave it out, or set "
+            f"actor_rollout_ref.rollout.temperature={sampling.temperature}"
+        )
+    return sampling
+
+
+@lru_cache(maxsize=2**14)
+def sample_seed(seed: int, step: int, position: int, sample: int) -> int:
+    """A seed of 63 bits from the four numbers, so that the same sample of the same step always draws the same.
+
+    Cached, because it is needed when a sample is asked for and when it has come.
+    """
+    return int(np.random.SeedSequence([seed, step, position, sample]).generate_state(1, np.uint64)[0] >> 1)
 
 
 def override_sampling(

@@ -230,9 +230,10 @@ from scalerl.algorithms import register_policy_loss
 
 @register_policy_loss("of_columns", needs=("ref_logprobs", "index", "sample_index"))
 def of_columns(logprobs_T, old_logprobs_T, advantages_T, config, *, ref_logprobs, index, sample_index):
-    ratio_T = (logprobs_T - old_logprobs_T).exp()
+    log_ratio_T = logprobs_T - old_logprobs_T
     metrics = {"from_reference": (old_logprobs_T - ref_logprobs).abs(), "index": index, "sample_index": sample_index}
-    return -advantages_T * ratio_T, {f"my/{name}": column.float() for name, column in metrics.items()}
+    metrics = {f"my/{name}": column.float() for name, column in metrics.items()}
+    return -advantages_T * log_ratio_T.exp(), {"actor/ppo_kl": -log_ratio_T.detach(), **metrics}
 """
 
 
@@ -249,7 +250,7 @@ def test_a_loss_gets_columns_by_name(inputs: Inputs, kept: Kept, tmp_path: Path,
         f"actor_rollout_ref.actor.ppo_mini_batch_size={size}",
         "trainer.total_training_steps=2",
         "trainer.val_before_train=false",
-        "trainer.test_freq=0",
+        "trainer.test_freq=-1",
     ]
     own_keys = ["my/from_reference", "my/index", "my/sample_index"]
     finished = kept.train(inputs.overrides(tmp_path / "run", *overrides), own_keys=own_keys)

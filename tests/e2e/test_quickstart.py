@@ -185,8 +185,10 @@ def test_memory_is_measured_at_each_point_of_the_hand_over(finished: Finished) -
         for point in ("before_sync", "after_sync"):
             assert data[f"perf/handover/free_gb/{point}"] > 0 < data[f"perf/handover/used_gb/{point}"]
         # Everything of the model comes and goes.
-        for part in ("old_log_prob", "ref", "update_actor", "update_weights"):
-            assert 0 < data[f"timing_s/{part}/offload"] < data[f"timing_s/{part}"]
+        # Passes of one pool follow each other on its ranks, whichever of them the driver waits for.
+        for parts in (("old_log_prob", "ref"), ("update_actor",), ("update_weights",)):
+            offload_s = [data[f"timing_s/{part}/offload"] for part in parts]
+            assert min(offload_s) > 0 and sum(offload_s) < sum(data[f"timing_s/{part}"] for part in parts)
 
 
 def test_every_documented_key_is_there_and_no_other(finished: Finished) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -238,6 +238,27 @@ def test_columns_of_another_plan_reach_the_rows_of_this_one(group: WorkerGroup) 
         assert seen["uids"] == mine
         assert seen["tokens"]["input_ids"] == [rows[row] for row in mine]
         assert seen["tokens"]["scaled"] == [[7 * value for value in rows[row]] for row in mine]
+
+
+def test_columns_with_shapes_of_their_own_reach_the_ranks(group: WorkerGroup) -> None:
+    """Two numbers of each token, and rows of other lengths than those of the tokens, under the plan of another role."""
+    made = place(LENGTHS)
+    pairs = [[[value, -value] for value in row] for row in rows_of(LENGTHS)]
+    patches = [[float(row)] * (row % 3) for row in range(len(LENGTHS))]
+
+    def shard(rows: Sequence[int]) -> DataProto:
+        columns = {"pairs": Jagged.from_list([pairs[row] for row in rows], torch.int64)}
+        of_rows = [patches[row] for row in rows]
+        return DataProto(columns | {"patches": Jagged.from_list(of_rows, torch.float32, per_token=False)})
+
+    plan = plan_step(LENGTHS, dp_size=2, mini_batches=[range(len(LENGTHS))], max_tokens_per_micro_batch=30)
+    batch = PlacedBatch(made.samples, {"actor": made.plan, "critic": plan}).with_column("ids", "actor", made.columns[0])
+    batch = batch.with_column("own", "actor", [ray.put(shard(made.plan.rows(rank))) for rank in range(2)])
+    group.call(PlainWorker.see, batch.shards("critic", "uid", "ids", "own"))
+    for rank, seen in enumerate(group.call(PlainWorker.what_was_seen)):
+        mine = plan.rows(LAYOUT.coordinates(rank).dp_rank)
+        assert seen["tokens"]["pairs"] == [pairs[row] for row in mine]
+        assert seen["tokens"]["patches"] == [patches[row] for row in mine]
 
 
 def sent_through_the_driver(batch: ShardedBatch, fetched: list[Any]) -> int:

@@ -1,12 +1,21 @@
-"""`SampleGroup`: the samples of one prompt in one step; `GroupFilter`: which groups can teach."""
+"""Groups of samples: `SampleGroup` of one prompt in one step, which groups can teach, and how many are enough.
+
+A rollout worker scores samples as they finish (`GroupScores`), and counts the kept groups of all workers
+(`EarlyEndCount`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from scalerl.rewards import ScoreResult
+    from scalerl.rollout.program import Trajectory
 
 # The metric of a filter that every sample has.
 SCORE = "score"
@@ -89,3 +98,104 @@ def kept_uids(samples: Mapping[str, np.ndarray], keep: GroupFilter | None) -> li
         rows.setdefault(uid, []).append(row)
     columns = [samples[name] for name in ("score", "reward_extra", "reward_failed")]
     return [uid for uid, mine in rows.items() if keep.keeps(*(column[mine] for column in columns))]
+
+
+class GroupScores:
+    """The scores of one generation with n samples per group."""
+
+    def __init__(
+        self, n: int, score: Callable[[Trajectory], Coroutine[Any, Any, ScoreResult]], enough: EarlyEnd | None
+    ) -> None:
+        self.n, self.score, self.enough = n, score, enough
+        self.samples: dict[int, list[Trajectory]] = {}
+        self.tasks: dict[tuple[int, int], asyncio.Task[ScoreResult]] = {}
+        self.kept: set[int] = set()
+        # uid of a group -> how many of its scores are there, or failed.
+        self.num_scored: dict[int, int] = {}
+        # Groups with all scores that are not known to be kept or dropped yet.
+        self.unjudged: set[int] = set()
+
+    def add(self, sample: Trajectory) -> None:
+        """Starts to score a finished sample."""
+        self.samples.setdefault(sample.uid, []).append(sample)
+        task = self.tasks[sample.uid, sample.sample_index] = asyncio.ensure_future(self.score(sample))
+        task.add_done_callback(lambda _: self._note_scored(sample.uid))
+
+    def _note_scored(self, uid: int) -> None:
+        """Counts a score of a group, so that `are_enough` looks at a group when its last one is there, and once."""
+        self.num_scored[uid] = self.num_scored.get(uid, 0) + 1
+        if self.num_scored[uid] == self.n:
+            self.unjudged.add(uid)
+
+    def is_finished(self, uid: int) -> bool:
+        return len(self.samples.get(uid, ())) == self.n
+
+    def finished(self, uid: int) -> list[Trajectory]:
+        """The group's finished samples."""
+        return self.samples.get(uid, [])
+
+    async def of(self, uid: int) -> list[tuple[Trajectory, ScoreResult]]:
+        """The samples of a finished group with their scores, by sample index. Raises what scoring raised."""
+        samples = sorted(self.samples[uid], key=lambda sample: sample.sample_index)
+        return [(sample, await self.tasks[uid, sample.sample_index]) for sample in samples]
+
+    def are_enough(self) -> bool:
+        """Whether enough groups are kept, or scoring failed: the generation is over then too, and `of` says why."""
+        assert self.enough is not None
+        for uid in list(self.unjudged):
+            tasks = [self.tasks[uid, sample.sample_index] for sample in self.samples[uid]]
+            if any(task.cancelled() or task.exception() for task in tasks):
+                return True
+            self.unjudged.discard(uid)
+            results = [task.result() for task in tasks]
+            keep = self.enough.keep
+            scores, extras, failed = zip(*((r.score, r.extra, r.error is not None) for r in results), strict=True)
+            if keep is None or keep.keeps(scores, extras, failed):
+                self.kept.add(uid)
+        return len(self.kept) >= self.enough.num_groups
+
+    def cancel(self) -> None:
+        for task in self.tasks.values():
+            task.cancel()
+
+
+class EarlyEndCount:
+    """Counts the kept groups of a generation over all rollout workers, and ends it when they are enough.
+
+    Each worker has one, and tells that of the first worker how many groups it has kept.
+    """
+
+    def __init__(self, number: int, workers: Sequence[Any]) -> None:
+        """Begins with no generation.  number: of this worker.  workers: handles of all; one alone counts itself."""
+        self.number, self.workers = number, list(workers)
+        # Generations that have enough groups.
+        self.over: set[int] = set()
+        # Generation -> number of groups that this worker has reported.
+        self._told: dict[int, int] = {}
+        # On the first worker: generation -> worker -> number of groups that it has reported.
+        self._counted: dict[int, dict[int, int]] = {}
+
+    def is_over(self, generation: int, scores: GroupScores) -> bool:
+        """Whether a generation is over, for `Dispatcher.stop_when`. scores: of this worker's groups."""
+        is_over, num_kept = scores.are_enough(), len(scores.kept)
+        if len(self.workers) > 1 and self._told.get(generation, 0) < num_kept:
+            assert scores.enough is not None
+            self._told[generation] = num_kept
+            self.workers[0].count_kept.remote(generation, self.number, num_kept, scores.enough.num_groups)
+        return is_over or generation in self.over
+
+    def forget(self, generation: int) -> None:
+        """Forgets a generation that has ended."""
+        self.over.discard(generation)
+        self._told.pop(generation, None)
+
+    def count(self, generation: int, worker: int, num_kept: int, num_groups: int) -> None:
+        """Notes how many groups a worker has kept; ends the generation once those of all workers are enough.
+
+        Only the first worker's is called.
+        """
+        counted = self._counted.setdefault(generation, {})
+        counted[worker] = num_kept
+        if sum(counted.values()) >= num_groups:
+            for handle in self.workers:
+                handle.end_early.remote(generation)

@@ -15,8 +15,10 @@ from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config import transport_of
 from scalerl.config.schema import PPOConfig
 from scalerl.config.weight_transport import weight_directory
+from scalerl.rollout.dispatcher import max_in_flight
 from scalerl.rollout.sampling.rollout_workers import RolloutWorkers
 from scalerl.rollout.server_choice import max_in_flight
+from scalerl.rollout.servers.control import ServerControl
 from scalerl.rollout.servers.engines import ENGINES
 from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.servers.recovery import LostServer

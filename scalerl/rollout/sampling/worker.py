@@ -15,8 +15,8 @@ from scalerl.base.garbage import collect_garbage, collect_rarely
 from scalerl.base.user_code import forget_files, import_files
 from scalerl.batch.data_proto import DataProto
 from scalerl.cluster.pools import Reusable
-from scalerl.rollout.sampling.draws import sample_seed, sampling_of
-from scalerl.rollout.sampling.early_ends import EarlyEndCount
+from scalerl.rollout.prompt_sampling import sample_seed, sampling_of
+from scalerl.rollout.sampling.groups import EarlyEndCount, GroupScores, SampleGroup
 from scalerl.rollout.sampling.held_batches import HeldBatches
 from scalerl.rollout.sampling.sample_columns import to_batch
 from scalerl.rollout.sampling.texts import decoded, texts_of
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from scalerl.data import PromptRow
     from scalerl.rollout.program import Ask, Trajectory
     from scalerl.rollout.samples import SampleRequest
-    from scalerl.rollout.sampling.groups import EarlyEnd, SampleGroup
+    from scalerl.rollout.sampling.groups import EarlyEnd
     from scalerl.rollout.sampling.judge import Judge
     from scalerl.rollout.servers.client import RolloutClient, SamplingParams
     from scalerl.rollout.servers.recovery import LostServer, Replacements
@@ -223,7 +223,6 @@ class RolloutWorker(HeldBatches, Reusable):
         sampling parameters that it cannot have.
         """
         from scalerl.rollout.samples import make_samples
-        from scalerl.rollout.sampling.scoring import GroupScores
         from scalerl.rollout.servers.recovery import GenerationRecovery
 
         task = asyncio.current_task()
@@ -300,8 +299,6 @@ class RolloutWorker(HeldBatches, Reusable):
         ]
 
     def _seed(self, uid: int, sample_index: int) -> int:
-        from scalerl.rollout.sampling.groups import SampleGroup
-
         return sample_seed(self.seed, *SampleGroup.step_and_position(uid), sample_index)
 
     def forget(self, uids: Sequence[int]) -> None:
@@ -312,7 +309,6 @@ class RolloutWorker(HeldBatches, Reusable):
     async def _score(self, dataset: str, prompt: PromptRow, sample: Trajectory) -> Any:
         from scalerl.rewards import ScoreRequest, ScoreResult
         from scalerl.rewards.judge import STYLE
-        from scalerl.rollout.sampling.groups import SampleGroup
 
         if self.model_scores and prompt.reward_style == "model":
             # NaN until the reward model has scored the sample: no advantage can be computed from it.

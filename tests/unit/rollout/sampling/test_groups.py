@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from scalerl.rewards import ScoreResult
 from scalerl.rollout.program import Trajectory
-from scalerl.rollout.sampling.groups import EarlyEnd, GroupFilter, SampleGroup, kept_uids
-from scalerl.rollout.sampling.scoring import GroupScores
+from scalerl.rollout.sampling.groups import EarlyEnd, GroupFilter, GroupScores, SampleGroup, kept_uids
 
 
 def samples_of(

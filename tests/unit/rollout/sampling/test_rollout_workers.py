@@ -22,8 +22,7 @@ from scalerl.batch import StepPlan, plan_step
 from scalerl.batch.data_proto import DataProto, Jagged
 from scalerl.cluster.batch import HeldRows, PlacedBatch, TokenColumn
 from scalerl.rollout.sampling.dump import even_ranges
-from scalerl.rollout.sampling.early_ends import EarlyEndCount
-from scalerl.rollout.sampling.groups import EarlyEnd, SampleGroup
+from scalerl.rollout.sampling.groups import EarlyEnd, EarlyEndCount, GroupScores, SampleGroup
 from scalerl.rollout.sampling.held_batches import DUMPED_COLUMNS
 from scalerl.rollout.sampling.rollout_workers import (
     MAX_DUMP_FILES,
@@ -33,7 +32,6 @@ from scalerl.rollout.sampling.rollout_workers import (
     merged,
     share_servers,
 )
-from scalerl.rollout.sampling.scoring import GroupScores
 from scalerl.rollout.sampling.worker import GeneratedBatch, RolloutWorker
 
 N = 2

@@ -11,7 +11,7 @@ from scalerl.batch.data_proto import DataProto
 from scalerl.data import PromptRow
 from scalerl.rewards.manager import ScoreResult
 from scalerl.rollout.program import Trajectory
-from scalerl.rollout.sampling.draws import sampling_of
+from scalerl.rollout.prompt_sampling import sampling_of
 from scalerl.rollout.sampling.sample_columns import numbers_of, to_batch
 from scalerl.rollout.servers.client import GenerateOutput, SamplingParams
 

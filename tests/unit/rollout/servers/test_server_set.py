@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from scalerl.cluster.pools import ResourcePool
 from scalerl.config.schema import RolloutConfig
-from scalerl.rollout.sampling.draws import sample_seed
+from scalerl.rollout.prompt_sampling import sample_seed
 from scalerl.rollout.sampling.policy_servers import verification_is_due
 from scalerl.rollout.servers import control
 from scalerl.rollout.servers.engines import Launch

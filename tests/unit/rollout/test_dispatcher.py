@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl.rollout.server_choice import ServerChooser, max_in_flight
+from scalerl.rollout.dispatcher import ServerChooser, max_in_flight
 
 
 def test_the_server_that_owes_the_fewest_tokens_is_next_and_ties_go_to_the_lowest_index() -> None:
