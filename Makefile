@@ -155,15 +155,18 @@ format: setup ## ruff: fix and format
 
 # The site needs packages that nothing else needs: they have an environment of their own.
 DOCS_VENV := .venv-docs
+# The tables of keys are made by scalerl itself.
+DOCS_PYTHON ?= $(BIN)/python
 
 $(DOCS_VENV)/.scalerl-installed: requirements/docs.txt
 	$(or $(PYTHON),python3) -m venv --clear $(DOCS_VENV)
 	$(DOCS_VENV)/bin/python -m pip install -q --no-deps -r requirements/docs.txt
 	@touch $@
 
-docs: $(DOCS_VENV)/.scalerl-installed ## the pages, the figures and the API as a site: outputs/site
+docs: $(DOCS_VENV)/.scalerl-installed $(if $(filter $(BIN)/%,$(DOCS_PYTHON)),setup) ## the pages, the figures and the API as a site: outputs/site
 	$(DOCS_VENV)/bin/python docs/make_figures.py
-	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(DOCS_VENV)/bin/python -m mkdocs build --strict --quiet
+	SCALERL_PYTHON=$(DOCS_PYTHON) NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true \
+	  $(DOCS_VENV)/bin/python -m mkdocs build --strict --quiet
 	@echo "docs: outputs/site/index.html"
 
 clean: ## remove .venv, caches and outputs/
