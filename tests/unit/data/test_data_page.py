@@ -15,8 +15,7 @@ import scalerl
 from scalerl import cli
 from scalerl.commands.data.rows import SOURCES
 from scalerl.config import compose
-from scalerl.config.keys import leaves
-from scalerl.config.schema import DataConfig, PPOConfig, SFTConfig
+from scalerl.config.schema import DataConfig
 from scalerl.data import RLHFDataset, create_rl_dataset
 
 PAGE = (Path(next(iter(scalerl.__path__))).parent / "docs" / "data.md").read_text(encoding="utf-8")
@@ -93,11 +92,3 @@ def test_the_copy_runs(tmp_path, monkeypatch):
     namespace: dict[str, str] = {}
     exec(code.replace("/tmp/scalerl-docs", str(tmp_path)), namespace)
     assert Path(namespace["path"]).read_text() == "{}\n" and namespace["path"].startswith("cache/")
-
-
-def test_keys_and_defaults_are_those_of_the_schema():
-    known = {leaf.key for schema in (PPOConfig, SFTConfig) for leaf in leaves(schema)}
-    # Below it stand the variables of the user's template.
-    named = {re.sub(r"(_kwargs)\..*", r"\1", key) for key in re.findall(r"`(data\.[a-z_.]+)", PAGE)}
-    assert named <= known
-    assert f"`data.cache_dir` (`{DataConfig.cache_dir}`)" in PAGE

@@ -18,10 +18,3 @@ def test_the_code_of_the_document_runs(tmp_path, monkeypatch):
     variables = {"__name__": "doc"}
     for block in blocks[1:]:
         exec(compile(block, str(DOC), "exec"), variables)
-
-
-def test_the_document_names_every_data_source_and_manager():
-    # Other tests register names of their own beside these.
-    text = DOC.read_text()
-    names = [name for name in [*default_score._RULES, *manager._MANAGERS] if "test" not in name and name != "halved"]
-    assert [name for name in names if f"`{name}`" not in text] == []

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from scalerl.tracking.console import Progress, duration, phase_seconds
+from scalerl.tracking.console import Progress, duration
 
 STEP = {
     "critic/score/mean": 0.63,
@@ -54,14 +54,6 @@ def test_eta_follows_the_recent_steps():
     assert progress.line(4, STEP).endswith("eta 1m00s")
 
 
-def test_eta_comes_from_the_clock_when_steps_carry_no_time():
-    clock = Clock()
-    progress = Progress(5, io.StringIO(), clock=clock)
-    clock.now = 7.0
-    progress.update(1, {"train/loss": 1.5})
-    assert progress.line(1, {"train/loss": 1.5}) == "step 1/5  loss 1.5000  eta 28s"
-
-
 def test_a_validation_is_a_line_but_not_a_step():
     stream = io.StringIO()
     progress = Progress(40, stream)
@@ -80,10 +72,6 @@ def test_the_last_step_and_an_unknown_total_have_no_eta():
         progress = Progress(total, io.StringIO())
         progress.update(12, STEP)
         assert "eta" not in progress.line(12, STEP)
-
-
-def test_phases_add_up_to_the_step():
-    assert sum(phase_seconds(STEP).values()) == pytest.approx(3.1)
 
 
 def test_terminal_shows_a_panel_below_the_lines_and_gives_the_cursor_back(monkeypatch):
