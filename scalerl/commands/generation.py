@@ -19,12 +19,11 @@ from scalerl.cluster.processes import Processes, leased
 from scalerl.commands.parts import Parts
 from scalerl.config import GenerationConfig
 from scalerl.data.chat import Conversation
-from scalerl.data.messages import check_messages, check_tools
 from scalerl.data.problems import DataError, FileProblems
-from scalerl.data.prompt_rows import check_extra_info
 from scalerl.data.prompt_tokens import Tokens, tokenize
+from scalerl.data.ragged import truncate
+from scalerl.data.row_checks import check_extra_info, check_messages, check_tools
 from scalerl.data.tables import FileTable
-from scalerl.data.truncation import truncate
 from scalerl.data.unknown_text import UnknownRows
 from scalerl.rollout.dispatcher import max_in_flight
 from scalerl.rollout.generation import generate_samples

@@ -17,11 +17,10 @@ import numpy as np
 from scalerl.base.user_code import UserCodeError, cause_of, defined_in, import_file
 from scalerl.config.schema import CustomClassConfig, DataConfig
 from scalerl.data.files import lone_surrogate
-from scalerl.data.messages import MessagesDigest
 from scalerl.data.problems import DataError, FileProblems, excerpt, shown_rows, type_name
-from scalerl.data.prompt_rows import no_answer
 from scalerl.data.ragged import PackedObjects, RaggedArray
 from scalerl.data.rl_dataset import PromptRow, RLHFDataset
+from scalerl.data.row_checks import MessagesDigest, no_answer
 from scalerl.data.unknown_text import UnknownRows, UnknownText
 
 if TYPE_CHECKING:

@@ -1,12 +1,14 @@
-"""Rows of variable length in one flat numpy array, which is small to pickle and quick to send to other processes."""
+"""Rows of variable length: one flat numpy array of them, small to pickle and quick to send, and their truncation."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
 
 
 class RaggedArray:
@@ -38,3 +40,20 @@ class PackedObjects:
 
     def __getitem__(self, row: int) -> Any:
         return pickle.loads(self._bytes[row].data)
+
+
+def truncate(tokens: Sequence[T], max_length: int, side: str) -> Sequence[T]:
+    """Cuts a sequence to at most max_length tokens.
+
+    side: where tokens are cut: left | right | middle (the end keeps the odd token).
+    """
+    if len(tokens) <= max_length:
+        return tokens
+    if side == "right":
+        return tokens[:max_length]
+    if side == "left":
+        return tokens[len(tokens) - max_length :]
+    if side == "middle":
+        front = max_length // 2
+        return [*tokens[:front], *tokens[len(tokens) - (max_length - front) :]]
+    raise ValueError(f"truncation={side!r}: use left, right or middle")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scalerl.data.problems import FileProblems, excerpt, type_name
-from scalerl.data.prompt_rows import check_extra_info, check_ground_truth
+from scalerl.data.row_checks import check_extra_info, check_ground_truth
 from scalerl.data.tables import FileTable
 
 

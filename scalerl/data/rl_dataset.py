@@ -13,12 +13,10 @@ import numpy as np
 from scalerl.config.schema import DataConfig
 from scalerl.data.chat import Conversation, require_chat_template
 from scalerl.data.files import DataFile, read_chunks, resolve_files
-from scalerl.data.messages import MessagesDigest
 from scalerl.data.problems import DataError, FileProblems
-from scalerl.data.prompt_rows import PromptColumns, PromptFields, check_prompt_rows
 from scalerl.data.prompt_tokens import PromptTokenizer, Tokens
-from scalerl.data.ragged import PackedObjects, RaggedArray
-from scalerl.data.truncation import truncate
+from scalerl.data.ragged import PackedObjects, RaggedArray, truncate
+from scalerl.data.row_checks import MessagesDigest, PromptColumns, PromptFields, check_prompt_rows
 from scalerl.data.unknown_text import UnknownRows
 
 if TYPE_CHECKING:

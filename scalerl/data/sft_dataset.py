@@ -13,10 +13,9 @@ import numpy as np
 from scalerl.config.schema import SFTDataConfig
 from scalerl.data.chat import Conversation, SpecialTokens, encode, left_out, render, require_chat_template
 from scalerl.data.files import DataFile, read_chunks, resolve_files
-from scalerl.data.messages import MessagesDigest, check_messages, check_tools
 from scalerl.data.problems import DataError, FileProblems
-from scalerl.data.ragged import RaggedArray
-from scalerl.data.truncation import truncate
+from scalerl.data.ragged import RaggedArray, truncate
+from scalerl.data.row_checks import MessagesDigest, check_messages, check_tools
 from scalerl.data.unknown_text import UnknownRows, UnknownText
 
 if TYPE_CHECKING:

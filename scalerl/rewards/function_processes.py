@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import importlib
-import inspect
 import multiprocessing
 import os
 import queue
-import resource
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 START_TIMEOUT_S = 120.0
 DEFAULT_MEMORY_BYTES = 4 * 1024**3
-_PROGRAM = "from scalerl.rewards.function_processes import serve; serve()"
 
 
 class CallFailed(Exception):
@@ -110,7 +103,7 @@ class ProcessPool:
 
 
 class _Process:
-    """A process that runs `serve`, in a process group with whatever the function starts."""
+    """A process that runs `process_worker`, in a process group with whatever the function starts."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self._target = arguments[0]
@@ -119,7 +112,7 @@ class _Process:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), *arguments],
+                [sys.executable, "-m", "scalerl.rewards.process_worker", str(theirs.fileno()), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 pass_fds=[theirs.fileno()],
@@ -137,7 +130,7 @@ class _Process:
             raise self._ended() from None
 
     def receive(self, timeout_s: float, what: str) -> tuple[str, Any]:
-        """Returns (kind, value) as `serve` sent it.  Raises CallTimeout, or CallFailed if the process ended."""
+        """Returns (kind, value) as the process sent it.  Raises CallTimeout, or CallFailed if the process ended."""
         try:
             if not self._connection.poll(timeout_s):
                 raise CallTimeout(f"{what} took more than {timeout_s:g} s")
@@ -162,66 +155,3 @@ class _Process:
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._connection.close()
-
-
-# --- in the process
-
-
-def serve() -> None:
-    """Program of one process of a pool.  Its arguments: descriptor of the connection, target, memory_bytes, files.
-
-    Sends ("value", None) once the function is loaded, then for each call ("value", value) or ("error", cause).
-    """
-    connection, target, memory_bytes = Connection(int(sys.argv[1])), sys.argv[2], int(sys.argv[3])
-    try:
-        function, path = _load(target, sys.argv[4:])
-    except BaseException as error:
-        connection.send(("error", _cause(error, None)))
-        return
-    # Set after the imports, since importing a large library needs more than the call.
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    loop = asyncio.new_event_loop()
-    connection.send(("value", None))
-    with contextlib.suppress(EOFError):
-        while True:
-            timeout_s, arguments = connection.recv()
-            # Ends this process, whatever it does, even if its caller is gone.
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_REAL, timeout_s + 5.0)
-            answer = _answer(function, path, arguments, loop)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            try:
-                connection.send(answer)
-            except OSError:
-                raise
-            except Exception as error:
-                connection.send(("error", f"its value cannot be sent to another process: {error}"))
-
-
-def _load(target: str, user_files: list[str]) -> tuple[Callable[..., Any], str | None]:
-    from scalerl.base.user_code import import_file, import_files
-    from scalerl.rewards.reward_function import FunctionsAsOne
-
-    import_files(user_files)
-    source, _, name = target.rpartition(":")
-    if not source.endswith(".py"):
-        return getattr(importlib.import_module(source), name), None
-    module = import_file(Path(source), "custom_reward_function.path")
-    *several, single = name.split(",")
-    if several:
-        return FunctionsAsOne({each: getattr(module, each) for each in several}), source
-    return getattr(module, single), source
-
-
-def _answer(function: Callable[..., Any], path: str | None, arguments: dict[str, Any], loop: Any) -> tuple[str, Any]:
-    try:
-        value = function(**arguments)
-        return "value", loop.run_until_complete(value) if inspect.iscoroutine(value) else value
-    except BaseException as error:
-        return "error", _cause(error, path)
-
-
-def _cause(error: BaseException, path: str | None) -> str:
-    from scalerl.rewards.reward_function import cause_of_failed_call
-
-    return cause_of_failed_call(error, path)

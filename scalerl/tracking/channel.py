@@ -16,8 +16,6 @@ logger = logging.getLogger(__name__)
 QUEUE_SIZE = 1000
 # More than MLflow's first start on a slow file system takes (it creates its tables), and its client's retries.
 START_TIMEOUT_S = 300.0
-# A single write that takes longer is reported while it hangs.
-STALL_S = 120.0
 
 Write = Callable[[Backend], None]
 
@@ -35,12 +33,10 @@ class Channel:
         *,
         queue_size: int = QUEUE_SIZE,
         start_timeout_s: float = START_TIMEOUT_S,
-        stall_s: float = STALL_S,
     ) -> None:
         self.name = name
         self._open_backend = open_backend
         self._start_timeout_s = start_timeout_s
-        self._stall_s = stall_s
         self._queue: queue.Queue[Write | None] = queue.Queue(queue_size)
         self._started = threading.Event()
         self._start_error: BaseException | None = None
@@ -48,8 +44,7 @@ class Channel:
         self._lock = threading.Lock()
         self._num_writes = 0
         self._num_lost = 0
-        self._reported: set[str] = set()
-        self._busy_since: float | None = None
+        self._is_busy = False
         self._status: str | None = None
         # Set when all that was queued before it is written.
         self._flushed: threading.Event | None = None
@@ -81,7 +76,6 @@ class Channel:
             self._queue.put_nowait(write)
         except queue.Full:
             self._lose(f"{self._queue.maxsize} writes wait already: it is too slow, or hangs")
-        self._report_stall()
 
     def flush(self, deadline: float) -> None:
         """Waits until the backend has all that was queued, at most until a deadline of time.monotonic().
@@ -116,7 +110,7 @@ class Channel:
             logger.warning(
                 "tracking backend %r did not end in time and is left behind, %d writes and its end are lost",
                 self.name,
-                self._queue.qsize() + (self._busy_since is not None),
+                self._queue.qsize() + self._is_busy,
             )
         with self._lock:
             if self._num_lost:
@@ -146,30 +140,22 @@ class Channel:
 
     def _attempt(self, write: Write) -> None:
         assert self._backend is not None
-        self._busy_since = time.monotonic()
+        self._is_busy = True
         try:
             write(self._backend)
         except BaseException as error:
             self._lose(first_line(error))
         finally:
-            self._busy_since = None
+            self._is_busy = False
 
     def _lose(self, cause: str) -> None:
         with self._lock:
             self._num_lost += 1
-        self._report(
-            "lost", f"a write failed, training continues, later failures are counted and reported at the end: {cause}"
-        )
-
-    def _report_stall(self) -> None:
-        since = self._busy_since
-        if since is not None and time.monotonic() - since > self._stall_s:
-            self._report("stall", f"one write has been going on for {self._stall_s:.0f} s; training does not wait")
-
-    def _report(self, kind: str, text: str) -> None:
-        """Logs a warning, once per kind."""
-        with self._lock:
-            if kind in self._reported:
+            if self._num_lost > 1:
                 return
-            self._reported.add(kind)
-        logger.warning("tracking backend %r: %s", self.name, text)
+        logger.warning(
+            "tracking backend %r: a write failed, training continues, later failures are counted and reported at the "
+            "end: %s",
+            self.name,
+            cause,
+        )

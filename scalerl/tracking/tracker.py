@@ -20,7 +20,7 @@ from scalerl.tracking.backend import (
     first_line,
     opener_of,
 )
-from scalerl.tracking.channel import QUEUE_SIZE, STALL_S, START_TIMEOUT_S, Channel
+from scalerl.tracking.channel import QUEUE_SIZE, START_TIMEOUT_S, Channel
 from scalerl.tracking.console import ConsoleBackend
 from scalerl.tracking.metrics.metric import Metric
 from scalerl.tracking.mlflow_backend import MlflowBackend
@@ -42,7 +42,7 @@ class Tracking:
     resumed_from: the step that this process resumes from (0: none).
     restarted: this process has recorded to the run before, and begins again behind resumed_from.
     wait: False returns while backends are still being opened; `wait_started` or the first log then raises a failure.
-    queue_size, start_timeout_s, stall_s: for each backend.  finish_timeout_s: for all of them together.
+    queue_size, start_timeout_s: for each backend.  finish_timeout_s: for all of them together.
     Raises ValueError for an unknown backend or one that is not installed, RuntimeError or OSError with the cause when a
     backend cannot start. A backend that later fails or hangs is reported once and its losses are counted; the others
     continue.
@@ -68,7 +68,6 @@ class Tracking:
         wait: bool = True,
         queue_size: int = QUEUE_SIZE,
         start_timeout_s: float = START_TIMEOUT_S,
-        stall_s: float = STALL_S,
         finish_timeout_s: float = FINISH_TIMEOUT_S,
     ) -> None:
         names = [default_backend] if isinstance(default_backend, str) else list(dict.fromkeys(default_backend))
@@ -103,7 +102,6 @@ class Tracking:
                 partial(opener_of(name), info),
                 queue_size=queue_size,
                 start_timeout_s=start_timeout_s,
-                stall_s=stall_s,
             )
             for name in names
             if name != "console"

@@ -10,7 +10,7 @@ from typing import Any
 
 from scalerl.commands.data.own_rows import number_text
 from scalerl.data.problems import FileProblems, excerpt, type_name
-from scalerl.data.prompt_rows import PromptColumns, check_prompt_rows
+from scalerl.data.row_checks import PromptColumns, check_prompt_rows
 
 # Takes (row number, record, instruction, problems); returns a row, or None with the reason added to `problems`.
 Convert = Callable[[int, dict[str, Any], str, FileProblems], dict[str, Any] | None]

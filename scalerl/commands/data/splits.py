@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from scalerl.data.files import read_chunks
 from scalerl.data.problems import DataError, FileProblems
-from scalerl.data.prompt_rows import PromptColumns, check_prompt_rows
+from scalerl.data.row_checks import PromptColumns, check_prompt_rows
 
 TRAIN, VAL = "train", "val"
 # The column that `scalerl sft` reads.

@@ -102,10 +102,6 @@ def test_formats_order_and_pickle(write, tokenizer, suffix):
     assert [learned(tokenizer, data[i]) for i in range(len(data))] == [[f"{t}<|end|>"] for t in texts * 2]
 
 
-def test_renamed_column(write, tokenizer):
-    assert len(SFTDataset(write([{"chat": HI}]), tokenizer, SFTDataConfig(messages_key="chat"))) == 1
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_truncation_cuts_tokens_and_mask_alike(write, tokenizer, side):
     path = write([{"messages": [say("user", "q" * 10), say("assistant", "a" * 30)]}])
@@ -145,11 +141,6 @@ def test_bad_row_is_named(write, tokenizer, value, problem, suffix):
     rows = [{"messages": value}] if suffix == ".parquet" else [{"messages": HI}, {"messages": value}]
     message = problems_of(write(rows, f"sft{suffix}"), tokenizer)
     assert f"sft{suffix}: row {len(rows) - 1}, column 'messages': found {problem}" in message
-
-
-def test_missing_column(write, tokenizer):
-    message = problems_of(write([{"message": HI}]), tokenizer)
-    assert "train.parquet: column 'messages': found no such column" in message and "rename 'message'" in message
 
 
 # As Qwen3's: after the last question a turn shows its thought, and the last turn an empty one if it has none; turns
@@ -287,16 +278,3 @@ def test_template_that_refuses_a_row(write, make_tokenizer):
 
 def test_tokenizer_without_chat_template(write, make_tokenizer):
     assert "no chat template" in problems_of(write([{"messages": HI}]), make_tokenizer(None))
-
-
-@pytest.mark.parametrize(
-    ("change", "field"), [({"truncation": "middle"}, "data.truncation='middle'"), ({"max_length": 1}, "max_length=1")]
-)
-def test_bad_config_values(write, tokenizer, change, field):
-    with pytest.raises(ValueError, match=field):
-        SFTDataset(write([{"messages": HI}]), tokenizer, SFTDataConfig(**change))
-
-
-def test_row_out_of_range(write, tokenizer):
-    with pytest.raises(IndexError):
-        SFTDataset(write([{"messages": HI}]), tokenizer, SFTDataConfig())[1]

@@ -543,10 +543,3 @@ def test_what_to_open_is_said(run_dir):
     assert how_to_open("https://me:hidden@host/mlflow/", experiment, run_id) == f"charts: https://host/mlflow/{page}"
     with Tracking("p", "e", "file", run_dir=run_dir) as tracking:
         assert tracking.how_to_open is None
-
-
-def test_telemetry_is_off(run_dir):
-    Tracking("p", "e", "mlflow", run_dir=run_dir).finish()
-    from mlflow.environment_variables import MLFLOW_DISABLE_TELEMETRY
-
-    assert MLFLOW_DISABLE_TELEMETRY.get() is True

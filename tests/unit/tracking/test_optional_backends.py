@@ -16,8 +16,6 @@ import pytest
 from scalerl.tracking import Tracking, register_backend, unregister_backend
 from scalerl.tracking.backend import check_backends_installed
 
-OPTIONAL = ("tensorboard", "wandb", "swanlab")
-
 
 def test_a_backend_that_is_not_installed_is_refused_with_the_extra_to_install(tmp_path):
     register_backend("mine", package="surely_not_installed")(lambda run: None)
@@ -31,23 +29,6 @@ def test_a_backend_that_is_not_installed_is_refused_with_the_extra_to_install(tm
     finally:
         unregister_backend("mine")
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("name", OPTIONAL)
-def test_each_optional_backend_is_usable_or_refused(name):
-    if find_spec(name) is None:
-        with pytest.raises(ValueError, match=rf"pip install 'scalerl\[{name}\]'"):
-            check_backends_installed([name])
-    else:
-        check_backends_installed([name])
-
-
-def test_the_extras_that_errors_name_exist():
-    import tomllib
-
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    for name in OPTIONAL:
-        assert any(pin.startswith(f"{name}==") for pin in project["optional-dependencies"][name])
 
 
 RUN = """
