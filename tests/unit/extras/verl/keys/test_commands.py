@@ -271,8 +271,8 @@ def test_keys_of_fine_tuning_are_understood():
     targets = [text.partition("=")[0] for name in composition.translations for text in name.becomes]
     assert targets and all(table.kind(target) in ("leaf", "free") for target in targets)
     for text, reason in (
-        ("engine.override_transformer_config.num_layers=3", "the model's config.json says it; leave it out"),
-        ("megatron.override_transformer_config.num_layers=3", "the model's config.json says it; leave it out"),
+        ("engine.override_transformer_config.num_layers=3", "the model's config.json decides; leave it out"),
+        ("megatron.override_transformer_config.num_layers=3", "the model's config.json decides; leave it out"),
         (
             "trainer.test_freq=after_each_epoch",
             "set trainer.test_freq to those of an epoch, the rows of data.train_files divided by data.train_batch_size",
@@ -471,10 +471,10 @@ def test_fields_of_megatrons_configs_go_to_the_section_and_to_the_roles_that_hav
 @pytest.mark.parametrize(
     ("field", "text"),
     [
-        ("megatron.override_transformer_config.num_layers=3", "the model's config.json says it"),
+        ("megatron.override_transformer_config.num_layers=3", "the model's config.json decides"),
         ("megatron.override_transformer_config.calculate_per_token_loss=False", "the training step sets it"),
         ("megatron.override_ddp_config.average_in_collective=True", "taken once after the last micro-batch"),
-        ("optim.override_optimizer_config.bf16=False", "megatron.dtype says it"),
+        ("optim.override_optimizer_config.bf16=False", "megatron.dtype decides"),
     ],
 )
 def test_fields_that_scalerl_sets_are_refused(field: str, text: str):
