@@ -65,7 +65,7 @@ def unpadded(padded: Tensor, mask: Tensor) -> Jagged:
 def padded(
     column: Jagged, width: int | None = None, pad_value: float = 0, side: Literal["left", "right"] = "right"
 ) -> Tensor:
-    """Pads a column to [rows, width, ...] with pad_value beside the tokens.  width None: that of the longest row.
+    """Pads a column to [rows, width, ...] with pad_value.  width None: that of the longest row.
 
     Raises ValueError where a row is longer.
     """

@@ -143,7 +143,7 @@ class DataProto:
     ) -> DataProto:
         """Pads the jagged columns to [rows, width, ...] tensors, and adds an attention_mask unless there is one.
 
-        pad_values: name -> value beside the tokens; 0 for other columns.  width None: that of the longest row of any
+        pad_values: name -> value of the padding; 0 for other columns.  width None: that of the longest row of any
         column.  Raises ValueError where a row is longer, or where columns without a mask differ in their lengths.
         """
         jagged = {name: column for name, column in self.batch.items() if isinstance(column, Jagged)}

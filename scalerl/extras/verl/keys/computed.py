@@ -173,7 +173,7 @@ def share_to_updates(match: re.Match[str], value: Any, context: Context) -> Outc
     if not value:
         return Outcome("no warm-up by it")
     if context.is_set(key) or context.foreign(steps_key) not in (None, -1):
-        return Outcome(f"{key if context.is_set(key) else steps_key} says it")
+        return Outcome(f"{key if context.is_set(key) else steps_key} decides")
     steps, per_step = context.value("trainer.total_training_steps"), _updates_per_step(context, section)
     if type(steps) is int and per_step is not None and isinstance(value, float):
         return Outcome("optimizer updates of that share of the steps", {key: int(value * steps) * per_step})
@@ -240,9 +240,9 @@ def saved_contents(match: re.Match[str], value: Any, __: Context) -> Outcome:
     whole = {"model", "optimizer", "extra"}
     if names == whole or (names <= whole | {"hf_model"} and not match[0].endswith("load_contents")):
         merged = ", and `scalerl merge` makes a Hugging Face model of one" if "hf_model" in names else ""
-        return Outcome(f"a checkpoint holds all that a run needs to go on{merged}")
+        return Outcome(f"a checkpoint holds all that a run needs to continue{merged}")
     return refused(
-        "a checkpoint always holds model, optimizer and extra, and a run goes on with all of it; leave it out, and "
+        "a checkpoint always holds model, optimizer and extra, and a run continues with all of them; leave it out, and "
         "make a Hugging Face model of one with `scalerl merge`"
     )
 
@@ -337,8 +337,8 @@ def engine_field(match: re.Match[str], value: Any, _: Context) -> Outcome | None
 
 
 def own_program(_: re.Match[str], value: Any, context: Context) -> Outcome:
-    """Already so with `rollout.program.path`; else refused, as turns and tools are those of a program of yours."""
-    why = "turns and tools are those of a program of yours"
+    """Already so with `rollout.program.path`; else refused, as turns and tools are those of your own program."""
+    why = "turns and tools are those of your own program"
     if is_one_of(value, (*NONE, "single_turn_agent")) or context.value(PROGRAM) or context.left_open(PROGRAM):
         return Outcome(why)
     return refused(f"{why}; write it (docs/extending.md) and set {PROGRAM}", (f"{PROGRAM}=<your program>",))
@@ -359,7 +359,7 @@ def length_limit(match: re.Match[str], value: Any, context: Context) -> Outcome:
     """`data.max_prompt_length`, `data.max_response_length`, where they are not set to something else."""
     key = f"data.max_{match[1]}_length"
     if value is None or value == context.value(key):
-        return Outcome(f"{key} says it")
+        return Outcome(f"{key} decides")
     if not context.is_set(key):
         return Outcome("", {key: value})
     return refused(f"a sample has one limit, {key} = {show(context.value(key))}; leave it out, or make it the same")
@@ -385,7 +385,7 @@ def profiled_ranks(match: re.Match[str], value: Any, context: Context) -> Outcom
     """`trainer.profile_ranks`, unless all ranks are profiled."""
     all_ranks = {"profiler.ranks": "profiler.all_ranks", "profile_ranks": "profile_ranks_all"}.get(match[1])
     if value in (None, []) or (all_ranks and context.foreign(f"{ACTOR}.{all_ranks}") is True):
-        return Outcome(f"{ACTOR}.{all_ranks} says it" if value else "asks for nothing")
+        return Outcome(f"{ACTOR}.{all_ranks} decides" if value else "asks for nothing")
     return Outcome("", {"trainer.profile_ranks": value})
 
 
@@ -408,7 +408,7 @@ def after_each_epoch(match: re.Match[str], value: Any, _: Context) -> Outcome | 
 
 
 def search_path(_: re.Match[str], value: Any, __: Context) -> Outcome:
-    """Directories of verl's: already so; others are refused, as group files of yours are in --config-dir DIR."""
+    """Directories of verl's: already so; others are refused, as your group files are in --config-dir DIR."""
     directories = [value] if isinstance(value, str) else value or []
     if all(re.search(r"\bverl\b", str(directory)) for directory in directories):
         return Outcome("verl's files stand for its defaults")

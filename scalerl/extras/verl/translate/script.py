@@ -184,7 +184,7 @@ class _Interpreter:
         if index == len(words) or first in _DECLARING:
             return
         fields = [text for word in words[index:] if isinstance(word, str) for text in self._fields(word)]
-        if fields[:1] in (["source"], ["."], ["let"], ["eval"]):
+        if fields[:1] in (["source"], ["."], ["let"]):
             self._note(f"`{' '.join(fields)}` is not read")
         elif (command := _program(fields)) is not None:
             program, arguments = command
@@ -224,6 +224,8 @@ class _Interpreter:
             return [value] if isinstance(value, str) else list(value)
         fields, is_quoted = [""], False
         for text, is_split in self._expanded(word):
+            # A command that is left in the text is one argument with its blanks.
+            is_split = is_split and not re.search(r"\$\(|`", text)
             pieces = re.split(r"\s+", text) if is_split else [text]
             is_quoted = is_quoted or not is_split
             fields[-1] += pieces[0]

@@ -50,6 +50,7 @@ def test_arguments(script: str, expected: list[str]):
     ("script", "kept", "note"),
     [
         (f"{MAIN} a=$(date +%Y)", ["a=$(date +%Y)"], "line 1: `$(date +%Y)` is a command, and not run"),
+        (f"E=b-$(date +%Y)\n{MAIN} a=$E", ["a=b-$(date +%Y)"], "line 1: `$(date +%Y)` is a command, and not run"),
         (f"\n{MAIN} a=$HOME/x", ["a=$HOME/x"], "line 2: $HOME is not set in the script"),
         (f"N=${{N:-4}}\n{MAIN} a=$N", ["a=4"], "line 1: $N is not set in the script: its default '4' is taken"),
         (f"if [ -f x ]; then A=1; fi\n{MAIN} a=1", ["a=1"], "line 1: `if ... fi` is left out"),
