@@ -176,7 +176,7 @@ def children_cpu_s() -> float:
 
 def batch_call(server: RolloutServer, prompts: list[list[int]], load: Load) -> None:
     """SGLang's own, with log-probs as the trainer asks for them."""
-    from scalerl.rollout.servers.access import authorization
+    from scalerl.rollout.servers.connection import authorization
 
     sampling = [{"max_new_tokens": length, "ignore_eos": True, "n": load.n} for length in load.response_lens]
     body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}

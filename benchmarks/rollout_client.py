@@ -170,7 +170,7 @@ async def batch_call(url: str, key: str, prompts: Sequence[list[int]], options: 
         "n": options.n,
         "skip_special_tokens": False,
     }
-    from scalerl.rollout.servers.access import authorization
+    from scalerl.rollout.servers.connection import authorization
 
     body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
     async with (

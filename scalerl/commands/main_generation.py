@@ -99,8 +99,8 @@ def check_generation(cfg: GenerationConfig) -> GenerationInputs:
     from scalerl.data.model_source import fetch_models
     from scalerl.data.tables import joined, output_problems, read_tables
     from scalerl.models import eos_token_ids
-    from scalerl.rollout.servers.context_length import check_context_length
     from scalerl.rollout.servers.engines import ENGINES
+    from scalerl.rollout.servers.engines.base import check_context_length
     from scalerl.trainer.checks.models import ends_of_answers_violations
 
     errors = ErrorCollector()

@@ -16,8 +16,8 @@ import torch
 from transformers import AutoTokenizer
 
 from scalerl.rollout.generation import generate_samples
-from scalerl.rollout.servers.access import authorization
 from scalerl.rollout.servers.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
+from scalerl.rollout.servers.connection import authorization
 from scalerl.rollout.servers.requests import unfinished_requests
 from scalerl.rollout.servers.supervise import descendants
 from scalerl.rollout.servers.weights import checksum_differences, expected_checksums, serialize_bucket

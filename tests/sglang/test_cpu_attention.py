@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from scalerl.rollout.servers.access import authorization
 from scalerl.rollout.servers.client import GenerateRequest, SamplingParams
+from scalerl.rollout.servers.connection import authorization
 from scalerl.rollout.servers.sglang.cpu_shim import shim_environment
 from scalerl.rollout.servers.sglang.plugin import ATTENTION_BACKEND
 from tests.sglang.conftest import MAX_PREFILL_TOKENS, Engine, Model, server_info

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from scalerl.rollout.generation import generate_samples
-from scalerl.rollout.servers.access import authorization
 from scalerl.rollout.servers.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
+from scalerl.rollout.servers.connection import authorization
 from scalerl.rollout.servers.engines import ENGINES
-from scalerl.rollout.servers.requests import unfinished_requests
-from scalerl.rollout.servers.slots import slots_of
+from scalerl.rollout.servers.requests import slots_of, unfinished_requests
 from scalerl.rollout.servers.weights import Bucket
 from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, Engine, Model
 from tests.unit.rollout.servers.test_mapped import place_of

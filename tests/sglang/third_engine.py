@@ -18,11 +18,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from scalerl.rollout.servers.access import is_authorized, take_key
+from scalerl.rollout.servers.connection import is_authorized, take_key
 from scalerl.rollout.servers.engines import Command, Engine, Launch
-from scalerl.rollout.servers.engines.protocol import CacheSize, Call
-from scalerl.rollout.servers.requests import GenerateOutput, GenerateRequest, RolloutError, ServerLostError
-from scalerl.rollout.servers.slots import Slot
+from scalerl.rollout.servers.engines.base import CacheSize, Call
+from scalerl.rollout.servers.requests import GenerateOutput, GenerateRequest, RolloutError, ServerLostError, Slot
 
 if TYPE_CHECKING:
     import torch

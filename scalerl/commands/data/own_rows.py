@@ -12,10 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from scalerl.data.files import SUFFIXES, Chunk, add_bad_column, read_chunks
-from scalerl.data.row_checks import check_messages
-from scalerl.commands.data.csv_rows import csv_chunks
-from scalerl.commands.data.number_texts import check_numbers, number_text
-from scalerl.data.files import SUFFIXES, Chunk, read_chunks
 from scalerl.data.problems import DataError, FileProblems, excerpt, type_name
 from scalerl.data.row_checks import check_messages
 

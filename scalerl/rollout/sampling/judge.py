@@ -1,4 +1,4 @@
-"""A generative judge: `Judge` asks its servers, beside the rollout worker; `JudgeServers` starts and restarts them."""
+"""A generative judge: `Judge`, in a rollout worker, asks its servers; `JudgeServers` starts and restarts them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from scalerl.config.schema import JudgeConfig, ModelConfig
 from scalerl.rewards.errors import RewardError
 from scalerl.rewards.judge import describe_failure, fill, load_question, read_number
 from scalerl.rewards.manager import ScoreRequest, ScoreResult
-from scalerl.rollout.servers.purpose import JUDGE
 from scalerl.rollout.servers.recovery import GenerationRecovery, LostServer, Replacements
-from scalerl.rollout.servers.replica import ClientSettings, Replica
+from scalerl.rollout.servers.replica import JUDGE, ClientSettings, Replica
 from scalerl.rollout.servers.requests import GenerateOutput, GenerateRequest, RolloutError, SamplingParams
 
 if TYPE_CHECKING:
@@ -127,7 +126,7 @@ class JudgeServers:
     def __init__(
         self, pool: ResourcePool, config: JudgeConfig, *, log_dir: Path, timeout_s: float, single_node: bool
     ) -> None:
-        """Starts the servers on devices of their own; `connect` waits until they answer.
+        """Starts the servers on devices that nobody else has; `connect` waits until they answer.
 
         log_dir: gets their logs.  single_node: whether they, the rollout workers and this process are on one machine.
         """
@@ -177,7 +176,7 @@ class JudgeServers:
         return self.servers.num_restarts
 
     def leave(self) -> None:
-        """Ends the servers, as the next run starts its own judge quickly enough beside everything else."""
+        """Ends the servers: the next run starts its judge while its other processes start."""
         self.stop()
 
     def stop(self) -> None:

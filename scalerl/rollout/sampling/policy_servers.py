@@ -17,16 +17,13 @@ from scalerl.config.schema import PPOConfig
 from scalerl.config.weight_transport import weight_directory
 from scalerl.rollout.dispatcher import max_in_flight
 from scalerl.rollout.sampling.rollout_workers import RolloutWorkers
-from scalerl.rollout.server_choice import max_in_flight
-from scalerl.rollout.servers.control import ServerControl
 from scalerl.rollout.servers.engines import ENGINES
-from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.servers.recovery import LostServer
-from scalerl.rollout.servers.replica import ClientSettings, Replica
+from scalerl.rollout.servers.replica import POLICY, ClientSettings, Replica
 from scalerl.rollout.servers.server_set import ServerSet
 from scalerl.rollout.sync.handover import Part, Point, check_room
 from scalerl.rollout.sync.order import Step, SyncOrder
-from scalerl.rollout.sync.weight_source import WeightSource
+from scalerl.rollout.sync.weight_sync import WeightSource
 from scalerl.tracking.metrics import Metric, Metrics, merge_metrics
 
 if TYPE_CHECKING:
@@ -292,8 +289,8 @@ class PolicyServers:
         """Keeps the KV caches off the trainer's devices inside the block, between two generations.
 
         A save or a load needs it: parameters and optimizer come to the devices while servers have their weights there.
-        Where these have no room beside each other, the weights leave too; after the block servers get the trainer's
-        again, or, before the first sync, with that. Raises HandoverError.
+        Where the servers' weights leave no room for them, the weights leave too; the servers get the trainer's weights
+        after the block, or before the first sync in that sync. Raises HandoverError.
         """
         if not self._hands_over:
             yield

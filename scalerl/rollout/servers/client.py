@@ -14,20 +14,20 @@ import aiohttp
 import orjson
 
 from scalerl.config.schema import RolloutConfig
-from scalerl.rollout.servers.access import authorization
-from scalerl.rollout.servers.connection import ask, watched_socket
+from scalerl.rollout.servers.connection import ask, authorization, watched_socket
 from scalerl.rollout.servers.engines import ENGINES
-from scalerl.rollout.servers.engines.protocol import CacheSize, Call
-from scalerl.rollout.servers.purpose import POLICY, Purpose
+from scalerl.rollout.servers.engines.base import CacheSize, Call
+from scalerl.rollout.servers.replica import POLICY, Purpose
 from scalerl.rollout.servers.requests import (
     GenerateOutput,
     GenerateRequest,
     RolloutError,
     SamplingParams,
     ServerLostError,
+    Slot,
     check_request,
+    slots_of,
 )
-from scalerl.rollout.servers.slots import Slot, slots_of
 
 __all__ = ["GenerateOutput", "GenerateRequest", "RolloutClient", "RolloutError", "SamplingParams"]
 

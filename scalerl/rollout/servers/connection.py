@@ -1,9 +1,15 @@
-"""Connections to a server: straight to it, and lost when its machine answers no more."""
+"""Connections to a server: with its key, past any proxy, and lost when its machine answers no more.
+
+The random key of a server is passed in the environment, which other users cannot see, unlike a command line; it is in
+no log.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
+import os
+import secrets
 import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -12,6 +18,11 @@ from urllib.parse import urlsplit, urlunsplit
 if TYPE_CHECKING:
     import aiohttp
 
+KEY_VARIABLE = "SCALERL_ROLLOUT_KEY"
+# The key of a server that answers whoever reaches it; no server of a run has it.
+NO_KEY = "none"
+# The only path that may be asked without the key.
+OPEN_PATH = "/health"
 # A machine that is switched off ends no connection; one that works answers these probes, however busy its server is. So
 # it is given up after 30 + 6 x 10 seconds of silence, not at the request's time limit. Not every system has them all.
 KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": 90_000}
@@ -65,3 +76,28 @@ def ask(
         connection.request(method, urlunsplit(("", "", where.path, where.query, "")), body, dict(headers))
         answer = connection.getresponse()
         return answer.status, answer.read().decode()
+
+
+# --- keys ---
+
+
+def new_key() -> str:
+    return secrets.token_urlsafe(32)
+
+
+def take_key() -> str:
+    """Takes this server process' key from the environment, so that processes it starts do not inherit it."""
+    key = os.environ.pop(KEY_VARIABLE, "")
+    if not key:
+        raise SystemExit(f"{KEY_VARIABLE} is not set: a rollout server needs the key that its clients have")
+    return key
+
+
+def authorization(key: str) -> dict[str, str]:
+    """The headers of a request with the key."""
+    return {"Authorization": f"Bearer {key}"}
+
+
+def is_authorized(header: str | None, key: str) -> bool:
+    """True if a request's Authorization header has the key."""
+    return secrets.compare_digest((header or "").encode(), authorization(key)["Authorization"].encode())

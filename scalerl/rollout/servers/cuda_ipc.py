@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scalerl.rollout.servers.mapped import TensorEntry, views_of
+from scalerl.rollout.servers.mapped import BucketEntry, views_of
 
 
-def handle_of(flat: Tensor, entries: Sequence[TensorEntry]) -> str:
+def handle_of(flat: Tensor, entries: Sequence[BucketEntry]) -> str:
     """A handle of a bucket in device memory as JSON text; `open_bucket` opens it once, in another process.
 
     flat: uint8 [bytes] on CUDA, outside of expandable segments; it lives until the other process drops it.

@@ -27,8 +27,7 @@ from scalerl.rollout.servers.process import (
     start_on_free_port,
     url_of,
 )
-from scalerl.rollout.servers.purpose import Purpose
-from scalerl.rollout.servers.replica import ClientSettings, Replica
+from scalerl.rollout.servers.replica import ClientSettings, Purpose, Replica
 
 
 def in_device_order(gpu_ids: Sequence[int | str]) -> list[str]:
@@ -66,7 +65,7 @@ class ServerSettings:
     def of_process(self) -> str:
         """A text that is equal for runs that can use the same process; its weights are those of the next sync.
 
-        The configured seed counts where the engine has a generator of its own, which a running server cannot seed anew.
+        The configured seed counts where the engine has a generator, which a running server cannot seed anew.
         """
         host, seed = "127.0.0.1" if self.single_node else "", self.launch.config.seed
         started_with = self.command(host=host, port=0, seed=seed, gpu_ids=self.launch.gpu_ids)
@@ -277,7 +276,7 @@ class MultiNodeServer(RolloutServer):
     """A server whose first process, the one that answers, is on this node; actors on other nodes have the others.
 
     When one process ends, all are ended: whoever asks the server finds it gone, as a server of a single process.
-    others: the `ServerHost` of each further node, by node rank.  begun_with: arguments of its `begin` beside the key.
+    others: the `ServerHost` of each further node, by node rank.  begun_with: arguments of `begin` other than the key.
     """
 
     others: list[ActorHandle]

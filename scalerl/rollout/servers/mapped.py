@@ -16,7 +16,7 @@ import pickle
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,14 +25,19 @@ from torch import Tensor
 _attached: dict[str, MappedBytes] = {}
 
 
-class TensorEntry(Protocol):
-    """One tensor of a bucket.  start_idx, end_idx: offsets in bytes."""
+@dataclass
+class BucketEntry:
+    """One tensor of a bucket, pickled under the name of sglang's FlattenedTensorMetadata, whose fields it has.
+
+    start_idx, end_idx, numel: offsets and size in bytes.
+    """
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
     start_idx: int
     end_idx: int
+    numel: int
 
 
 class MappedBytes:
@@ -68,15 +73,9 @@ class MappedBytes:
         finally:
             os.close(descriptor)
 
-    def views(self, entries: Sequence[TensorEntry], offset: int = 0) -> list[tuple[str, Tensor]]:
+    def views(self, entries: Sequence[BucketEntry], offset: int = 0) -> list[tuple[str, Tensor]]:
         """The tensors of a bucket that begins at byte `offset`."""
-        return [
-            (
-                entry.name,
-                self.flat[offset + entry.start_idx : offset + entry.end_idx].view(entry.dtype).view(entry.shape),
-            )
-            for entry in entries
-        ]
+        return bucket_views(self.flat, entries, offset)
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class BucketPlace:
 
     memory: MappedBytes
     offset: int
-    entries: Sequence[TensorEntry]
+    entries: Sequence[BucketEntry]
 
     def handle(self) -> str:
         """The place as JSON text, without values, which `read` takes once it is parsed."""
@@ -114,6 +113,14 @@ class _Empty:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return torch.ByteTensor, ()
+
+
+def bucket_views(flat: Tensor, entries: Sequence[BucketEntry], offset: int = 0) -> list[tuple[str, Tensor]]:
+    """The tensors of a bucket in flat, uint8 [bytes], from byte `offset` on."""
+    return [
+        (entry.name, flat[offset + entry.start_idx : offset + entry.end_idx].view(entry.dtype).view(entry.shape))
+        for entry in entries
+    ]
 
 
 def load_mapped(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:

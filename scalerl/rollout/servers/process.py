@@ -20,9 +20,8 @@ import psutil
 
 from scalerl.base.process import inherited_by_servers
 from scalerl.errors import EXIT_USER_ERROR, RunError, UserError
-from scalerl.rollout.servers.access import KEY_VARIABLE, OPEN_PATH, new_key
-from scalerl.rollout.servers.connection import ask
-from scalerl.rollout.servers.purpose import POLICY, Purpose
+from scalerl.rollout.servers.connection import KEY_VARIABLE, OPEN_PATH, ask, new_key
+from scalerl.rollout.servers.replica import POLICY, Purpose
 from scalerl.rollout.servers.supervise import descendants
 
 # Seconds that a server may take to start where nobody gives a number; less than trainer.timeout_s, so that a server
@@ -111,8 +110,8 @@ class RolloutServer:
     """A server command under `rollout.servers.supervise`, which ends with this process, however that ends.
 
     url: where it will answer, such as http://127.0.0.1:30000.  env: variables to add to this process's environment.
-    purpose: for errors.  key: every request must have it (`rollout.servers.access`); a new one by default.
-    ready_path: the engine's (`SharedProtocol.ready_path`).
+    purpose: for errors.  key: every request must have it (`rollout.servers.connection`); a new one by default.
+    ready_path: the engine's (`Engine.ready_path`).
     """
 
     command: Sequence[str]

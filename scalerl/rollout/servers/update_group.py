@@ -1,6 +1,6 @@
 """Process groups of a trainer rank and the ranks of a rollout server, in which weights are broadcast.
 
-They exist beside each process's own torch.distributed world. SGLang joins by `init_custom_process_group`
+They are not part of a process's torch.distributed world. SGLang joins by `init_custom_process_group`
 (sglang/srt/utils/common.py), which determines the store's keys and the order of the bytes here.
 """
 

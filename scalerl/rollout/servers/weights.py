@@ -25,12 +25,11 @@ from scalerl.base.device_allocator import outside_of_expandable_segments
 from scalerl.errors import UserError
 from scalerl.rollout.servers.checksums import ExpectedChecksums, checksum_differences, tensor_checksum
 from scalerl.rollout.servers.engines import ENGINES
-from scalerl.rollout.servers.mapped import BucketPlace
+from scalerl.rollout.servers.mapped import BucketEntry, BucketPlace, bucket_views
 
 __all__ = [
     "Bucket",
     "ExpectedChecksums",
-    "SharedBytes",
     "checksum_differences",
     "expected_checksums",
     "flat_layout",
@@ -45,21 +44,6 @@ BUCKET_ALIGNMENT = 16
 SHARED_MEMORY_DIR = "/dev/shm"
 # Guards torch's sharing strategy, which is one for the whole process.
 _sharing = threading.Lock()
-
-
-@dataclass
-class BucketEntry:
-    """One tensor of a bucket, pickled under the name of sglang's FlattenedTensorMetadata, whose fields it has.
-
-    start_idx, end_idx, numel: offsets and size in bytes.
-    """
-
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-    start_idx: int
-    end_idx: int
-    numel: int
 
 
 # The pickler that is written in Python, whose methods can be overridden; it has no types.
@@ -91,37 +75,6 @@ def flat_layout(tensors: Sequence[tuple[str, torch.Size, torch.dtype]]) -> tuple
         entries.append(BucketEntry(name, torch.Size(shape), dtype, start, start + num_bytes, num_bytes))
         start += -(-num_bytes // BUCKET_ALIGNMENT) * BUCKET_ALIGNMENT
     return entries, start
-
-
-class SharedBytes:
-    """Memory of a bucket that a server opens by file name; freed when the last process drops it or ends."""
-
-    def __init__(self, flat: Tensor) -> None:
-        """Wraps flat, uint8 [bytes] in shared memory with a file name."""
-        self.flat = flat
-
-    @classmethod
-    def allocate(cls, num_bytes: int) -> SharedBytes:
-        """Allocates shared memory.
-
-        Raises UserError if the machine has too little, since writing to it would kill the process.
-        """
-        stat = os.statvfs(SHARED_MEMORY_DIR)
-        if stat.f_bavail * stat.f_frsize < num_bytes:
-            raise UserError(
-                f"weight sync needs {num_bytes / 2**20:.0f} MiB of shared memory, {SHARED_MEMORY_DIR} has "
-                f"{stat.f_bavail * stat.f_frsize / 2**20:.0f} MiB free; set a smaller "
-                "actor_rollout_ref.rollout.update_weights_bucket_megabytes (a bucket holds at least the largest "
-                f"tensor), or enlarge {SHARED_MEMORY_DIR} (docker run --shm-size)"
-            )
-        return cls(torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_using_filename_cpu(num_bytes)))
-
-    def views(self, entries: Sequence[BucketEntry]) -> list[tuple[str, Tensor]]:
-        """The tensors of a bucket at the start of this memory."""
-        return [
-            (entry.name, self.flat[entry.start_idx : entry.end_idx].view(entry.dtype).view(entry.shape))
-            for entry in entries
-        ]
 
 
 @dataclass(frozen=True)
@@ -175,15 +128,31 @@ def flat_bucket(named_tensors: NamedTensors) -> tuple[Tensor, list[BucketEntry]]
     """Copies tensors into uint8 [bytes], on a CPU in shared memory; returns it and its entries."""
     entries, num_bytes = flat_layout([(name, tensor.shape, tensor.dtype) for name, tensor in named_tensors])
     flat = _memory_for_a_server(num_bytes, named_tensors[0][1].device)
-    for (_, view), (_, tensor) in zip(SharedBytes(flat).views(entries), named_tensors, strict=True):
+    for (_, view), (_, tensor) in zip(bucket_views(flat, entries), named_tensors, strict=True):
         view.copy_(tensor.detach())
     return flat, entries
+
+
+def shared_bytes(num_bytes: int) -> Tensor:
+    """Allocates uint8 [bytes] in shared memory, which a server opens by file name; freed with its last user.
+
+    Raises UserError if the machine has too little, since writing to it would kill the process.
+    """
+    stat = os.statvfs(SHARED_MEMORY_DIR)
+    if stat.f_bavail * stat.f_frsize < num_bytes:
+        raise UserError(
+            f"weight sync needs {num_bytes / 2**20:.0f} MiB of shared memory, {SHARED_MEMORY_DIR} has "
+            f"{stat.f_bavail * stat.f_frsize / 2**20:.0f} MiB free; set a smaller "
+            "actor_rollout_ref.rollout.update_weights_bucket_megabytes (a bucket holds at least the largest "
+            f"tensor), or enlarge {SHARED_MEMORY_DIR} (docker run --shm-size)"
+        )
+    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_using_filename_cpu(num_bytes))
 
 
 def _memory_for_a_server(num_bytes: int, device: torch.device) -> Tensor:
     """Allocates uint8 [bytes] on the device that a server can open, on a CPU in shared memory."""
     if device.type != "cuda":
-        return SharedBytes.allocate(num_bytes).flat
+        return shared_bytes(num_bytes)
     with outside_of_expandable_segments():
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 

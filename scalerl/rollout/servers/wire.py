@@ -1,4 +1,4 @@
-"""What both ends of `engines.protocol.SharedProtocol` know: the answer of /generate, and how buckets of weights come.
+"""What both ends of `engines.base.Engine` know: the answer of /generate, and how buckets of weights come.
 
 The answer is a stream of events, each with a sample.
 """
@@ -17,8 +17,8 @@ from scalerl.rollout.servers.requests import (
     GenerateOutput,
     RolloutError,
     ServerLostError,
+    Slot,
 )
-from scalerl.rollout.servers.slots import Slot
 
 EVENT_END = b"\n\n"
 DATA = b"data: "
@@ -63,7 +63,7 @@ def _event_end(stream: bytearray, start: int) -> int:
 def output_of(slot: Slot, answer: dict[str, Any], *, undone_by_abort: int = 0) -> GenerateOutput:
     """Reads the sample of an event.  Raises RolloutError when the answer contradicts itself or the request.
 
-    undone_by_abort: `SharedProtocol.undone_by_abort` of the engine.
+    undone_by_abort: `Engine.undone_by_abort` of the engine.
     """
     who = f"request {slot.request_id!r} sample {slot.sample_index}"
     meta = answer["meta_info"]

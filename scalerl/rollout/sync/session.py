@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from scalerl.rollout.servers.client import RolloutClient, RolloutError
 from scalerl.rollout.servers.replica import Replica
@@ -216,6 +216,27 @@ class SyncSession:
         """Adds a bucket to the checksums that this rank makes."""
         for checksums in self.expected.values():
             checksums.add(named)
+
+
+class Transport(Protocol):
+    """A way for weights to get from trainer ranks to rollout servers; all ranks make it together."""
+
+    # Whether servers take weights between begin_weight_update and end_weight_update.
+    has_session: bool
+
+    def send(self, session: SyncSession) -> tuple[int, int]:
+        """Sends the weights to all servers of a session; collective over the trainer's world.
+
+        Returns how many bytes of one copy of the model this rank had, and in how many buckets. A rank on which no
+        server depends has none, or those that it writes.
+
+        A server that fails is noted in `session`; the others get everything.
+        """
+        ...
+
+    def forget(self, index: int) -> None:
+        """Frees what the transport holds for the server of a replica, which is lost."""
+        ...
 
 
 def wait_all(pending: Sequence[Future]) -> None:

@@ -1,4 +1,7 @@
-"""`WeightSync`: a trainer rank's part in the hand-over: it sends servers the weights, and proves that they arrived."""
+"""`WeightSync`: a trainer rank's part in the hand-over: it sends servers the weights, and proves that they arrived.
+
+`WeightSource` has the calls of the driver to it. A driver imports this module, so megatron is imported by methods.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from scalerl.config.weight_transport import TransportName
+from scalerl.cluster.dispatch import Dispatch, register
+from scalerl.cluster.rank import Worker
 from scalerl.errors import RunError
-from scalerl.parallel.engine import MegatronEngine
-from scalerl.parallel.export import largest_bytes
 from scalerl.rollout.servers.client import RolloutClient
-from scalerl.rollout.servers.purpose import POLICY
-from scalerl.rollout.servers.replica import ClientSettings, Replica
+from scalerl.rollout.servers.replica import POLICY, ClientSettings, Replica
 from scalerl.rollout.servers.weights import checksum_differences
 from scalerl.rollout.sync.handover import (
     BUCKET_COPIES,
@@ -29,10 +30,15 @@ from scalerl.rollout.sync.handover import (
     check_room_together,
     free_for_buckets,
     hashed_expert_bytes,
+    measure,
 )
 from scalerl.rollout.sync.order import Step, SyncOrder
-from scalerl.rollout.sync.session import Feed, RankReport, SyncSession, feeds_of, join_feeds, plan_feeds
-from scalerl.rollout.sync.transports import make_transport
+from scalerl.rollout.sync.session import Feed, RankReport, SyncSession, Transport, feeds_of, join_feeds, plan_feeds
+
+if TYPE_CHECKING:
+    from scalerl.config.weight_transport import TransportName
+    from scalerl.parallel.engine import MegatronEngine
+    from scalerl.tracking.metrics import Metric
 
 # The steps by which a part of a server's device memory leaves and comes back.
 RELEASE: dict[Part, Step] = {"kv_cache": "release_kv", "weights": "release_weights"}
@@ -163,6 +169,8 @@ class WeightSync:
 
     def _agree_on_buckets(self, *, verify: bool) -> int:
         """The bucket size of this sync: self.bucket_bytes, or less where free memory is short; collective."""
+        from scalerl.parallel.export import largest_bytes
+
         engine = self.engine
         itemsize = next(engine.chunks[0].parameters()).element_size()
         free_bytes, device = free_for_buckets(engine.device)
@@ -271,3 +279,136 @@ def _timed(session: SyncSession, name: str) -> Iterator[None]:
     began = time.perf_counter()
     yield
     session.report.seconds[name] = time.perf_counter() - began
+
+
+def make_transport(
+    name: TransportName,
+    engine: MegatronEngine,
+    *,
+    bucket_bytes: int,
+    timeout_s: float,
+    directory: str | None = None,
+    model_path: str | None = None,
+) -> Transport:
+    """Makes the transport of that name; collective over the trainer's world.
+
+    directory, model_path: as `DiskTransport`, which alone needs them.
+    """
+    if name == "disk":
+        from scalerl.parallel.export import BucketWriter
+        from scalerl.rollout.sync.transports.disk import DiskTransport
+
+        assert directory is not None and model_path is not None
+
+        def layout(size: int) -> list:
+            return BucketWriter(engine.chunks, engine.family, engine.shape, engine.groups, bucket_bytes=size).tensors
+
+        return DiskTransport(engine.export_buckets, layout, directory=directory, model_path=model_path)
+    if name == "broadcast":
+        from scalerl.rollout.sync.transports.broadcast import BroadcastTransport
+
+        backend = "nccl" if next(engine.chunks[0].parameters()).is_cuda else "gloo"
+        return BroadcastTransport(engine.export_buckets, backend=backend, timeout_s=timeout_s)
+    from scalerl.rollout.sync.transports.memory import GatheredTransport, NodeBuckets, SharedTransport
+
+    if NodeBuckets.possible(engine):
+        return SharedTransport(NodeBuckets(engine, bucket_bytes))
+    return GatheredTransport(engine.export_buckets)
+
+
+class WeightSource(Worker):
+    """A rank with the policy's weights; the trainer's worker says how its engine takes part in a sync."""
+
+    # Role -> engine, `actor` among them.
+    engines: Mapping[str, MegatronEngine]
+    # cuda or cpu.
+    device: str
+    _weight_sync: WeightSync | None = None
+
+    @property
+    def weight_sync(self) -> WeightSync:
+        assert self._weight_sync is not None, "no servers are connected"
+        return self._weight_sync
+
+    @register(Dispatch.ONE_TO_ALL)
+    def connect_rollout(
+        self,
+        replicas: Sequence[Replica],
+        model_config: Mapping[str, Any],
+        *,
+        bucket_bytes: int,
+        max_model_len: int,
+        timeout_s: float,
+        dtype: str | None = None,
+        transport: TransportName = "shared",
+        directory: str | None = None,
+        model_path: str | None = None,
+        shares_devices: bool = True,
+        hands_over: bool = False,
+        keep_less: str | None = None,
+    ) -> None:
+        """Connects this rank to the servers (`WeightSync`).
+
+        dtype: the dtype that the servers store; None: the engine's.  shares_devices: with the servers.
+        hands_over, keep_less: as `DeviceMemory`.
+        """
+        memory = DeviceMemory(
+            lambda: measure(self.rank, self.device, self.engines), hands_over=hands_over, keep_less=keep_less
+        )
+        self._weight_sync = WeightSync(
+            self.engines["actor"],
+            replicas,
+            model_config,
+            bucket_bytes=bucket_bytes,
+            max_model_len=max_model_len,
+            timeout_s=timeout_s,
+            dtype=getattr(torch, dtype) if dtype else None,
+            transport=transport,
+            directory=directory,
+            model_path=model_path,
+            memory=memory if shares_devices else None,
+        )
+
+    @register(Dispatch.ONE_TO_ALL)
+    def reconnect_rollout(self, successors: Mapping[int, Replica]) -> None:
+        """Connects this rank to restarted servers.  successors: index -> the restarted server."""
+        self.weight_sync.reconnect(successors)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sync_weights(
+        self,
+        policy_version: int,
+        *,
+        verify: bool,
+        orders: Mapping[int, SyncOrder] | None = None,
+        with_memory: bool = False,
+    ) -> RankReport:
+        """Sends this rank's weights to the servers by `WeightSync.sync`.
+
+        with_memory: the report also has the metrics of `memory`.
+        """
+        report = self.weight_sync.sync(
+            policy_version, verify=verify, orders=orders, weights_on_device=self.weights_on_device
+        )
+        if with_memory:
+            report.metrics |= self.memory()
+        return report
+
+    @register(Dispatch.ONE_TO_ALL)
+    def release_servers(self, points: Mapping[Part, Point], orders: Mapping[int, SyncOrder]) -> RankReport:
+        """Has the servers give up parts of their device memory, as `WeightSync.release`."""
+        return self.weight_sync.release(points, orders)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def resume_caches(self, orders: Mapping[int, SyncOrder]) -> RankReport:
+        """Has the servers take back their KV caches, as `WeightSync.resume_caches`."""
+        return self.weight_sync.resume_caches(orders)
+
+    def weights_on_device(self) -> AbstractContextManager[None]:
+        """Keeps the actor's parameters on this rank's device inside the block."""
+        raise NotImplementedError
+
+    @register(Dispatch.ONE_TO_ALL)
+    def memory(self) -> dict[str, Metric]:
+        """Memory metrics of this rank since the last call."""
+        raise NotImplementedError

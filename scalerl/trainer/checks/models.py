@@ -30,8 +30,8 @@ from scalerl.data.model_source import model_directory
 from scalerl.models import HFWeights, ModelShape, family_of
 from scalerl.models.sizes import num_parameters
 from scalerl.rollout.sampling.judge import max_model_len
-from scalerl.rollout.servers.context_length import check_context_length
 from scalerl.rollout.servers.engines import ENGINES
+from scalerl.rollout.servers.engines.base import check_context_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

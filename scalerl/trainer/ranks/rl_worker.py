@@ -24,7 +24,7 @@ from scalerl.batch.columns import (
 )
 from scalerl.batch.data_proto import DataProto, Jagged
 from scalerl.cluster.dispatch import Dispatch, MicroBatches, Result, register
-from scalerl.rollout.sync.weight_source import WeightSource
+from scalerl.rollout.sync.weight_sync import WeightSource
 from scalerl.tracking.metrics import Metric
 from scalerl.trainer.ranks.worker import MegatronWorker, flat, phase
 

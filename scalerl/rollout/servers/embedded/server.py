@@ -16,7 +16,7 @@ import orjson
 
 from scalerl.base.garbage import frozen_imports
 from scalerl.base.optional_imports import torch_compiler_when_needed, without
-from scalerl.rollout.servers.access import OPEN_PATH, is_authorized, take_key
+from scalerl.rollout.servers.connection import OPEN_PATH, is_authorized, take_key
 from scalerl.rollout.servers.process import address_family
 from scalerl.rollout.servers.wire import DATA, EVENT_END, FLATTENED, LAST_EVENT
 

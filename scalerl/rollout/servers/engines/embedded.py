@@ -7,16 +7,14 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from scalerl.rollout.servers.context_length import check_context_length
-from scalerl.rollout.servers.engines.base import Command, Engine, Launch
-from scalerl.rollout.servers.engines.protocol import Call
+from scalerl.rollout.servers.engines.base import Call, Command, Engine, Launch, check_context_length
 from scalerl.rollout.servers.requests import GenerateRequest
 
 if TYPE_CHECKING:
     import torch
 
     from scalerl.rollout.servers.checksums import ExpectedChecksums
-    from scalerl.rollout.servers.slots import Slot
+    from scalerl.rollout.servers.requests import Slot
     from scalerl.rollout.servers.weights import Bucket
 
 

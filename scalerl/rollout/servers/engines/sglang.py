@@ -18,9 +18,7 @@ from scalerl.config.schema import RolloutConfig, ServerConfig
 from scalerl.config.suggestions import divisors_text
 from scalerl.models import HFWeights, read_config, weight_block
 from scalerl.models.shape import max_positions, rope_entries
-from scalerl.rollout.servers.context_length import check_context_length
-from scalerl.rollout.servers.engines.base import Command, Engine, Launch
-from scalerl.rollout.servers.engines.protocol import CacheSize, Call
+from scalerl.rollout.servers.engines.base import CacheSize, Call, Command, Engine, Launch, check_context_length
 from scalerl.rollout.servers.requests import GenerateRequest
 from scalerl.rollout.servers.sglang.cpu_shim import shim_environment
 from scalerl.rollout.servers.sglang.placement_arguments import (
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
 
     from scalerl.models import ModelShape
     from scalerl.rollout.servers.checksums import ExpectedChecksums
-    from scalerl.rollout.servers.slots import Slot
+    from scalerl.rollout.servers.requests import Slot
     from scalerl.rollout.servers.weights import Bucket
 
 # Share of the machine's memory for weights and KV cache, an upper bound; max_total_tokens limits the cache in practice.

@@ -21,7 +21,7 @@ from typing import Any
 from scalerl.base.garbage import frozen_imports
 from scalerl.base.optional_imports import without
 from scalerl.errors import EXIT_USER_ERROR
-from scalerl.rollout.servers.access import NO_KEY, take_key
+from scalerl.rollout.servers.connection import NO_KEY, take_key
 from scalerl.rollout.servers.supervise import SERVER_ID
 
 # What SGLang raises for arguments that its parser takes, and that it refuses once it compares them.
@@ -72,7 +72,8 @@ def freeze_garbage_once_it_listens() -> None:
 def leave_chat_templates_to_tokenizers() -> None:
     """Makes SGLang take the chat template of a model's tokenizer, however its directory is called.
 
-    By itself it takes one of its own where the path has the name of a model that it knows, /data/vicuna/ say.
+    SGLang itself takes one of its templates where the path has the name of a model that SGLang knows, such as
+    /data/vicuna/.
     """
     from sglang.srt.parser import conversation
 

@@ -84,7 +84,7 @@ class ExpertParallel:
 
 
 def expert_parallel(own: Mapping[str, Any], tp_size: int) -> ExpertParallel:
-    """Reads how a server with these arguments of its own shares its experts.
+    """Reads how a server with these arguments for SGLang shares its experts.
 
     Raises ValueError for an ep_size that is no whole number above 0.
     """
@@ -100,7 +100,7 @@ def expert_parallel(own: Mapping[str, Any], tp_size: int) -> ExpertParallel:
 
 
 def plain_runner(own: Mapping[str, Any]) -> str:
-    """The kernels of experts that keep these as they are loaded, for a server with these arguments of its own."""
+    """The expert kernels that keep experts as they are loaded, for a server with these arguments for SGLang."""
     return _plain_runners(_by_name(own))[0]
 
 

@@ -26,7 +26,7 @@ PREFIX = "weights-of-version-"
 PARTIAL = ".tmp"
 # Most bytes of a bucket -> per bucket (name, shape, dtype) of what `Export` yields.
 Layout = Callable[[int], Sequence[Sequence[tuple[str, Sequence[int], torch.dtype]]]]
-# Room beside the tensors for their names and the files that are not weights.
+# Room for the tensors' names and for the files that are not weights.
 SPARE_BYTES = 64 * 2**20
 
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from scalerl.rollout.servers.access import KEY_VARIABLE, authorization, is_authorized, new_key, take_key
+from scalerl.rollout.servers.connection import KEY_VARIABLE, authorization, is_authorized, new_key, take_key
 from scalerl.rollout.servers.replica import Replica
 
 

@@ -17,8 +17,8 @@ from scalerl.base.files import GIB
 from scalerl.config.schema import RolloutConfig
 from scalerl.extras.plan.servers import server_bytes
 from scalerl.models import ModelShape
-from scalerl.rollout.servers.context_length import check_context_length
 from scalerl.rollout.servers.engines import ENGINES, Command, Launch
+from scalerl.rollout.servers.engines.base import check_context_length
 from scalerl.rollout.servers.engines.sglang import CONTEXT_SLACK, PLAIN_EXPERTS_ENVIRONMENT
 from scalerl.rollout.servers.sglang.cpu_shim import SHIM_DIR, shim_environment
 from scalerl.rollout.servers.sglang.placement_arguments import MIXTURES, PLAIN_RUNNERS

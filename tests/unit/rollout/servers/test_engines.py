@@ -17,9 +17,8 @@ from scalerl.config.schema.devices import DevicesConfig
 from scalerl.rollout.servers.engines import ENGINES, Launch
 from scalerl.rollout.servers.host import ServerHost, ServerSettings
 from scalerl.rollout.servers.process import RolloutServer
-from scalerl.rollout.servers.purpose import POLICY
-from scalerl.rollout.servers.requests import GenerateRequest, SamplingParams
-from scalerl.rollout.servers.slots import slots_of
+from scalerl.rollout.servers.replica import POLICY
+from scalerl.rollout.servers.requests import GenerateRequest, SamplingParams, slots_of
 
 SCALERL = Path(scalerl.__file__).parent
 REQUEST = GenerateRequest("p", [5, 6], 2, SamplingParams(max_new_tokens=4), seeds=[7, 8])

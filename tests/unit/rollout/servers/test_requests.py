@@ -17,9 +17,9 @@ from scalerl.rollout.servers.requests import (
     SamplingParams,
     ServerLostError,
     check_request,
+    slots_of,
     unfinished_requests,
 )
-from scalerl.rollout.servers.slots import slots_of
 from scalerl.rollout.servers.wire import EVENT_END, LAST_EVENT, output_of, read_events
 
 REQUEST = GenerateRequest("p", [5, 6, 7], 3, SamplingParams(max_new_tokens=10), seeds=[70, 71, 72])

@@ -19,11 +19,11 @@ from scalerl.rollout.servers.checksums import TensorPlace
 from scalerl.rollout.servers.engines import ENGINES
 from scalerl.rollout.servers.sglang.placement import SGLangPlacement
 from scalerl.rollout.servers.weights import (
-    SharedBytes,
     _memory_for_a_server,
     checksum_differences,
     expected_checksums,
     serialize_bucket,
+    shared_bytes,
     tensor_checksum,
 )
 
@@ -379,7 +379,7 @@ def test_an_sglang_bucket_names_sglangs_class_and_imports_nothing_of_it() -> Non
 
 def test_shared_memory_that_is_too_small_is_refused() -> None:
     with pytest.raises(UserError, match=r"update_weights_bucket_megabytes.*--shm-size"):
-        SharedBytes.allocate(1 << 50)
+        shared_bytes(1 << 50)
 
 
 def test_an_embedded_bucket_holds_the_values() -> None:
