@@ -474,7 +474,7 @@ HOW: dict[str, Callable[[list[str]], None]] = {
     **dict.fromkeys(("srun", "tail", "scancel", "scontrol", "sinfo", "ray", "kill"), not_run),
 }
 # Models and files of their commands are nobody's.
-OF_OTHER_MODELS = re.compile(r"docs/(from-verl|models)\.md|configs/.*")
+OF_OTHER_MODELS = re.compile(r"docs/models\.md|configs/.*")
 
 
 def perform(place: str, words: list[str]) -> None:
