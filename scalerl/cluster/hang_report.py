@@ -135,8 +135,8 @@ def _seen(pid: int, files: BeatFiles) -> dict[str, Any]:
 def stacks_by_py_spy(pid: int) -> str:
     """The stacks of a process that does not answer, as one that is stopped; "" where py-spy is not installed or may not
     read the process."""
-    beside = Path(sys.executable).with_name("py-spy")
-    if (py_spy := str(beside) if beside.exists() else shutil.which("py-spy")) is not None:
+    installed = Path(sys.executable).with_name("py-spy")
+    if (py_spy := str(installed) if installed.exists() else shutil.which("py-spy")) is not None:
         # A stopped process must not be waited for.
         command = [py_spy, "dump", "--nonblocking", "--pid", str(pid)]
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):

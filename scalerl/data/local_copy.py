@@ -290,7 +290,7 @@ def _identity(info: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copy(fs: AbstractFileSystem, path: str, state: dict[str, dict[str, Any]], entry: Path, source: _Source) -> Path:
-    """Copies the source into `entry`, beside the target; returns the path of the copied file or directory."""
+    """Copies the source into a new directory of `entry`; returns the path of the copied file or directory."""
     copied = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=entry)) / "copy"
     for name, expected in state.items():
         local = copied / name

@@ -227,9 +227,10 @@ def _without_nulls(value: Any) -> Any:
 
 
 class MessagesDigest:
-    """The digest of rows' messages, by which a run that goes on knows that its rows are those that it began with.
+    """The digest of rows' messages, by which a resumed run knows that its rows are those that it began with.
 
-    Not of tokens, as another chat template may go on, nor of the rest of a row, such as an answer that was corrected.
+    It leaves out the tokens, since a run may resume with another chat template, and the rest of a row, such as a
+    corrected answer.
     """
 
     def __init__(self) -> None:

@@ -202,7 +202,7 @@ class NaiveRewardManager(RewardManager):
         raise RewardError(self._describe(request, cause)) from outcome.error
 
     def _parsed(self, value: Any) -> ScoreResult:
-        """The result of the function's value; of several, the weighted sum, with the score of each beside it."""
+        """The result of the function's value; of several values, the weighted sum, with each score in `extra`."""
         weights = self._function.weights
         if not weights:
             return parse_result(value)
@@ -213,13 +213,13 @@ class NaiveRewardManager(RewardManager):
             except RewardError as error:
                 raise RewardError(f"{name}: {error}") from None
             score += weight * result.score
-            beside = {name: result.score} | result.extra
-            if taken := sorted(extra.keys() & beside.keys()):
+            own = {name: result.score} | result.extra
+            if taken := sorted(extra.keys() & own.keys()):
                 raise RewardError(
                     f"{name}: what it returns and its name have {', '.join(taken)} in common with another function of "
                     "custom_reward_function.weights; rename one"
                 )
-            extra |= beside
+            extra |= own
         return ScoreResult(_finite(score, "the weighted sum is"), extra)
 
     def _why_failed(self, outcome: Outcome) -> str | None:

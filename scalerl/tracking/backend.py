@@ -54,7 +54,7 @@ class RunInfo:
     config: Mapping[str, Any] = field(default_factory=dict)
     # Step that this process resumes from; 0: it starts from the beginning.
     resumed_from: int = 0
-    # Whether this process has recorded to the same run before: it goes on after a lost rank, perhaps from step 0.
+    # Whether this process has recorded to the same run before: it restarted after a lost rank, perhaps from step 0.
     restarted: bool = False
     total_steps: int | None = None
     # None: an SQLite file in run_dir.

@@ -92,7 +92,7 @@ class Channel:
         flushed.wait(max(0.0, deadline - time.monotonic()))
 
     def close(self, status: str) -> None:
-        """Ends the channel: what is queued is written, then the backend is closed. Does not wait; `join` does."""
+        """Ends the channel: queued records are written, then the backend is closed. Does not wait; `join` does."""
         self._status = status
         # Wakes the thread if it waits; if it works it will see the status by itself.
         with contextlib.suppress(queue.Full):

@@ -190,7 +190,7 @@ class Tracking:
             channel.flush(deadline)
 
     def finish(self, status: str = "FINISHED") -> None:
-        """Writes what is pending, within finish_timeout_s, and ends; a second call does nothing.
+        """Writes pending records, within finish_timeout_s, and ends; a second call does nothing.
 
         status: FINISHED | FAILED | KILLED.
         """
