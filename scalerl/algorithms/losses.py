@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from scalerl.algorithms.registry import Registry
-from scalerl.config.registered_names import POLICY_LOSSES
+from scalerl.config.names import POLICY_LOSSES
 from scalerl.config.schema import LOSS_AGG_MODES, ActorConfig
 from scalerl.tracking.metrics.metric import Metric
 

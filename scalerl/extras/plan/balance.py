@@ -8,7 +8,7 @@ import numpy as np
 
 from scalerl.batch import Alignment, plan_step
 from scalerl.config import PPOConfig, SFTConfig, trained_layout
-from scalerl.config.batch_sizes import longest_sample
+from scalerl.config.layout import longest_sample
 from scalerl.models import ModelShape
 from scalerl.models.flops import flops_shape
 

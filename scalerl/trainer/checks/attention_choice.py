@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from scalerl.cluster.probes.gpu import try_flash_attention
 from scalerl.config import PPOConfig, SFTConfig, model_roles
-from scalerl.config.error_collector import ErrorCollector
-from scalerl.config.layout_sizes import trained_megatron
+from scalerl.config.errors import ErrorCollector
+from scalerl.config.pools import trained_megatron
 from scalerl.config.schema import FLASH_ATTENTION_IMPLS, MegatronConfig, RunConfig
 from scalerl.models import ModelShape
 

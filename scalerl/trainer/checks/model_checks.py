@@ -17,9 +17,9 @@ from scalerl.config import (
     recompute_violations,
     world_size,
 )
-from scalerl.config.batch_sizes import LONGEST_SAMPLE
+from scalerl.config.layout import LONGEST_SAMPLE
+from scalerl.config.names import ACTOR, JUDGE, ROLLOUT
 from scalerl.config.schema import JudgeConfig, MegatronConfig
-from scalerl.config.sections import ACTOR, JUDGE, ROLLOUT
 from scalerl.data.model_source import model_directory
 from scalerl.models import HFWeights, ModelShape, family_of
 from scalerl.models.sizes import num_parameters

@@ -28,10 +28,8 @@ from scalerl.config import (
     validate_sft,
     world_size,
 )
-from scalerl.config.companions import BEST_METRIC
-from scalerl.config.error_collector import ErrorCollector
+from scalerl.config.errors import ErrorCollector
 from scalerl.config.partial_config import OVERRIDES
-from scalerl.config.rollout_engines import traits_of
 from scalerl.config.schema import (
     DataConfig,
     JudgeConfig,
@@ -41,6 +39,8 @@ from scalerl.config.schema import (
     RunConfig,
     SFTDataConfig,
 )
+from scalerl.config.schema.trainer import BEST_METRIC
+from scalerl.config.servers import traits_of
 from scalerl.data.model_source import fetch_models, model_directory
 from scalerl.errors import UserError
 from scalerl.models import ModelShape

@@ -8,34 +8,34 @@ from typing import Any
 
 import pytest
 
-from scalerl.config import ConfigError, compose, validate_eval, validate_generation
+from scalerl.config import ConfigError, compose
 from scalerl.config.keys import leaves
 from scalerl.config.schema import EvalConfig, GenerationConfig, domains_of
+from scalerl.config.validate import violations_of
 
 GENERATION = compose(
     "generation", ["data.path=a.parquet", "data.output_path=b.parquet", "model.path=m", "trainer.n_gpus_per_node=8"]
 )
 EVAL = compose("eval", ["data.path=a.parquet"])
-VALIDATORS = {GenerationConfig: (GENERATION, validate_generation), EvalConfig: (EVAL, validate_eval)}
+VALID = {GenerationConfig: GENERATION, EvalConfig: EVAL}
 
 
 def violations(schema: type, values: dict[str, Any]) -> list[str]:
-    valid, validate = VALIDATORS[schema]
-    cfg = copy.deepcopy(valid)
+    cfg = copy.deepcopy(VALID[schema])
     for key, value in values.items():
         section, _, name = key.rpartition(".")
         node = functools.reduce(getattr, section.split("."), cfg)
         assert hasattr(node, name), key
         setattr(node, name, value)
-    return validate(cfg)
+    return violations_of(cfg)
 
 
-@pytest.mark.parametrize("schema", VALIDATORS)
+@pytest.mark.parametrize("schema", VALID)
 def test_the_smallest_configs_are_valid(schema):
     assert violations(schema, {}) == []
 
 
-@pytest.mark.parametrize("schema", VALIDATORS)
+@pytest.mark.parametrize("schema", VALID)
 def test_every_key_has_a_domain_unless_any_value_of_its_type_will_do(schema):
     for leaf in leaves(schema):
         free = leaf.annotation is bool or leaf.name in ("reward_kwargs", "chat_template_kwargs")

@@ -6,7 +6,7 @@ import pytest
 
 from scalerl.config import ConfigError, compose, help_text, model_roles, num_devices
 from scalerl.config.keys import inherited_keys
-from scalerl.config.model_specs import LAYOUT_FIELDS
+from scalerl.config.roles import LAYOUT_FIELDS
 from scalerl.config.schema import MegatronConfig, PPOConfig
 from scalerl.parallel.layout import Layout
 
@@ -53,7 +53,7 @@ RULES = [
     ),
     (
         [GAE, "critic.ppo_mini_batch_size=1"],
-        "critic.ppo_mini_batch_size x actor_rollout_ref.rollout.n = 1 x 4 = 4 samples: must be at least 8",
+        "critic.ppo_mini_batch_size x actor_rollout_ref.rollout.n = 1 x 4 = 4 samples: must be at least the 8",
     ),
     (
         [GAE, "critic.optim.lr_decay_updates=3"],
@@ -94,8 +94,8 @@ RULES = [
     ),
     (
         [*JUDGE_ON, *JUDGE_POOL, f"{JUDGE}.tensor_model_parallel_size=3", f"{JUDGE}.num_replicas=3"],
-        f"{JUDGE}.num_replicas = 3: the pool of {JUDGE}.resource_pool.nnodes x {JUDGE}.resource_pool.n_gpus_per_node = "
-        "2 x 4 has room for 2 replicas",
+        f"{JUDGE}.num_replicas = 3: {JUDGE}.resource_pool.nnodes x {JUDGE}.resource_pool.n_gpus_per_node = 2 x 4 "
+        f"devices have room for 2 of {JUDGE}.tensor_model_parallel_size = 3",
     ),
     (
         [*JUDGE_ON, *JUDGE_POOL, f"{JUDGE}.max_score=0"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from scalerl.config.layout_sizes import LayoutSizes
+from scalerl.config.layout import LayoutSizes
 from scalerl.config.schema import MegatronConfig
 from scalerl.config.value_checks import show
 from scalerl.extras.verl.keys.entry import AlreadySo, Becomes, Context, Outcome, Refused

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from scalerl.config.weight_transport import TransportName
+from scalerl.config.servers import TransportName
 from scalerl.rollout.sync.delivery import Delivery
 
 __all__ = ["Transport", "TransportName"]

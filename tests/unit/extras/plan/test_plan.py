@@ -16,8 +16,8 @@ import pytest
 
 from scalerl.base.byte_units import GIB
 from scalerl.config import ConfigError, PPOConfig, compose
-from scalerl.config.device_memory import DEVICES_GIB, device_memory_bytes
 from scalerl.config.schema import RunConfig
+from scalerl.config.value_checks import DEVICES_GIB, device_memory_bytes
 from scalerl.extras.plan.activations import micro_batches_in_flight
 from scalerl.extras.plan.balance import full_length_balance, spread_balance
 from scalerl.extras.plan.check import checked_plan, known_memory, with_kv_cache
