@@ -66,10 +66,10 @@ def parse(kind: str, arguments: Sequence[str], *, with_files: bool = True) -> Ar
     translations = _without_files_of_verl(flags)
     unread = [] if with_files else _unread_files(flags)
     directory = flags.config_dir or flags.config_path
-    is_there = directory is not None and Path(directory).is_dir()
-    files = ConfigFiles(kind, Path(directory).absolute()) if is_there else ConfigFiles.of_package(kind)
+    path = Path(directory).absolute() if directory is not None and Path(directory).is_dir() else None
+    files = ConfigFiles.of_package(kind) if path is None else ConfigFiles(kind, path)
     parsed = Arguments(kind, files, violations=unread, translations=translations)
-    if directory is not None and not is_there:
+    if directory is not None and path is None:
         missing = f"--config-dir {directory}: no such directory (looked in {Path.cwd()})"
         parsed.without_file(_with_flags(directory) if _is_config_file(directory) else missing)
     name = _primary_file(parsed, _stem(flags.config_name or kind))
