@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from scalerl.base.garbage import frozen_imports
 from scalerl.base.stop import EXIT_REQUEUE
 from scalerl.base.user_code import forget_files
 from scalerl.cluster.device import devices_line
@@ -56,10 +55,9 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
             print(finished_text(last, cfg.trainer, "model.path", cfg.model.path), flush=True)
             return 0
 
-        with frozen_imports():
-            from scalerl.trainer.checks.model_checks import learning_rate_line
-            from scalerl.trainer.checks.preflight import check_sft
-            from scalerl.trainer.saving import checkpoints
+        from scalerl.trainer.checks.model_checks import learning_rate_line
+        from scalerl.trainer.checks.preflight import check_sft
+        from scalerl.trainer.saving import checkpoints
 
         phases.begin("data")
         inputs = check_sft(cfg, digests=not dry_run)
@@ -82,9 +80,8 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
             print(checkpoints.dry_run_text(inputs.resumed))
             return 0
 
-        with frozen_imports():
-            from scalerl.trainer.run_host import run_host
-            from scalerl.trainer.sft import fit, sft_run
+        from scalerl.trainer.run_host import run_host
+        from scalerl.trainer.sft import fit, sft_run
 
         def trained(inputs: SFTInputs) -> SFTRun:
             with sft_run(cfg, inputs, host) as run:

@@ -16,8 +16,7 @@ from scalerl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, Ro
 from scalerl.tracking.metrics import Metric, Metrics, explained_variance_metrics
 from scalerl.trainer.ranks.rl_worker import RLWorker
 from scalerl.trainer.ranks.run_estimators import SAMPLE_NAMES
-from scalerl.trainer.ranks.save_calls import Writing, begin_rank_saves
-from scalerl.trainer.ranks.worker import MegatronWorker
+from scalerl.trainer.ranks.worker import MegatronWorker, Writing, begin_rank_saves
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from scalerl.checkpoint.writeback import NO_ROOM
+from scalerl.base.whole_file import NO_ROOM
 from scalerl.errors import UserError
 from scalerl.merge.writer import SafetensorsFile, TensorSpec, file_name, write_safetensors_index
 from scalerl.models import copy_beside_weights
