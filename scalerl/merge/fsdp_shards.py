@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._utils import _rebuild_tensor_v2
 
 from scalerl.checkpoint.errors import DamagedCheckpointError, read_error
 
@@ -114,7 +115,7 @@ _FUNCTIONS: dict[tuple[str, str], Any] = {
     ("torch", "Size"): _same,
     ("torch", "device"): _joined,
     ("torch.serialization", "_get_layout"): _joined,
-    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor_v2,
     ("torch._utils", "_rebuild_parameter"): _same,
     ("torch._utils", "_rebuild_wrapper_subclass"): _wrapper,
     ("torch._tensor", "_rebuild_from_type_v2"): _with_state,
