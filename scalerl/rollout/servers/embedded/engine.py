@@ -208,6 +208,8 @@ class DecodingEngine:
         self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
         by_request: dict[_Request, list[_Sequence]] = {}
         for sequence in finished:
+            # A request may wait for others a long time.
+            sequence.cache = None
             by_request.setdefault(sequence.request, []).append(sequence)
         for request, together in by_request.items():
             request.finished.put(together)
