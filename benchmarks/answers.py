@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import sys
 import time
@@ -72,7 +73,6 @@ def events_of(samples: int, tokens: int) -> list[bytes]:
 def measure(samples: int, tokens: int, repeats: int) -> dict[str, Any]:
     import orjson
 
-    from scalerl.base.garbage import collect_garbage, collect_rarely
     from scalerl.data import PromptRow
     from scalerl.rewards import ScoreResult
     from scalerl.rollout.program import Trajectory
@@ -88,8 +88,7 @@ def measure(samples: int, tokens: int, repeats: int) -> dict[str, Any]:
     request = GenerateRequest(0, prompt.input_ids, samples, SamplingParams(tokens), list(range(samples)))
     slots = slots_of(request, PROMPT_TOKENS + tokens)
     # As the rollout worker does before its first generation.
-    collect_garbage()
-    collect_rarely()
+    gc.collect()
 
     async def chunks() -> AsyncIterator[bytes]:
         for event in events:

@@ -71,8 +71,8 @@ def of_rank(
     from scalerl.batch.data_proto import DataProto, Jagged
     from scalerl.checkpoint import store
     from scalerl.config.schema import MegatronConfig, OptimConfig
-    from scalerl.parallel import checkpoint, platform
-    from scalerl.parallel.background_save import BackgroundSave
+    from scalerl.parallel import checkpoint, platform, restore
+    from scalerl.parallel.checkpoint import BackgroundSave
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.parallel.layout import Layout, initialize
 
@@ -95,7 +95,7 @@ def of_rank(
             if dist.get_rank() == 0:
                 store.check_checkpoint(f"{root}/global_step_{repeat}", digests=True, data=False)
         with _timed(seconds, "load"):
-            checkpoint.load_engine(engine, f"{root}/global_step_{repeat}/actor")
+            restore.load_engine(engine, f"{root}/global_step_{repeat}/actor")
         with _timed(seconds, "copy"):
             stops = _slowest(lambda: beside.begin("actor", engine, f"{root}/beside"), lambda: engine.before_change())
         # What stops a rank, without the barriers around them.

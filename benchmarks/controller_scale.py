@@ -15,6 +15,7 @@ arguments of calls, values that it fetches, and what it puts into the object sto
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import logging
 import math
@@ -66,7 +67,6 @@ def measure(options: argparse.Namespace, dp_size: int) -> dict[str, Any]:
     import scale_parts
     from remote_calls import Phases, RemoteCalls
 
-    from scalerl.base.garbage import collect_garbage
     from scalerl.cluster.processes import Processes
     from scalerl.trainer.ppo import train_step
 
@@ -87,7 +87,7 @@ def measure(options: argparse.Namespace, dp_size: int) -> dict[str, Any]:
             dump_dir = Path(directory) if options.dump else None
             run = scale_parts.make_run(options, dp_size, pool, dump_dir=dump_dir, on_phase=on_phase)
             # As `trainer.build.ppo_run` does before the first step.
-            collect_garbage()
+            gc.collect()
             with calls.counted():
                 outcome = train_step(run, 1)
             steps = []

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from scalerl.checkpoint.store import begin_save
-from scalerl.trainer.saving.checkpoints import SavedModel, publish, write
+from scalerl.trainer.saving.saves import SavedModel, publish, write
 
 
 def save(

@@ -30,13 +30,6 @@ WORKERS_ON_CPU = {
     # The machine may have a GPU that is not to be used.
     nvidia.VISIBLE_DEVICES: "",
 }
-# Set in worker processes on the CPU, unless the user has set them.
-MALLOC = {
-    # A step frees what the next one needs again. Given back to the system, each of its pages is faulted in again: up to
-    # a seventh of an update. Blocks of more than 32 MiB, glibc's most, come and go whole all the same.
-    "MALLOC_MMAP_THRESHOLD_": str(2**25),
-    "MALLOC_TRIM_THRESHOLD_": str(2**34),
-}
 # Set in worker processes on GPUs, unless the user has set them.
 WORKERS_ON_GPU = {
     # SGLang sets it to 0, and both sides of a broadcast must agree: else NCCL fails with the first weights.
@@ -80,10 +73,8 @@ _EXPANDABLE = re.compile(r"(^|,)\s*expandable_segments\s*:\s*[^,]*")
 def worker_environment(device: str, given: Mapping[str, str]) -> dict[str, str]:
     """Variables to set in worker processes.  device: cuda or cpu.  given: the driver's environment."""
     if device == "cpu":
-        always, unless_given = WORKERS | WORKERS_ON_CPU, MALLOC
-    else:
-        always, unless_given = WORKERS, WORKERS_ON_GPU
-    return always | {name: value for name, value in unless_given.items() if name not in given}
+        return WORKERS | WORKERS_ON_CPU
+    return WORKERS | {name: value for name, value in WORKERS_ON_GPU.items() if name not in given}
 
 
 def sglang_environment(device: str, *, releases_memory: bool) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """The generators that all code of a process shares: those of Python's `random`, of `numpy.random` and of torch on CPUs.
 
-scalerl itself draws from generators of its own; these are for code of the user, and of libraries.
+scalerl itself draws from other generators; these are for code of the user, and of libraries.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def restore_generators(states: Mapping[str, str]) -> None:
 
 @contextmanager
 def seeded_generators(seed: int) -> Iterator[None]:
-    """Seeds the three generators for the block; afterwards they go on from where they were."""
+    """Seeds the three generators for the block; afterwards they have their earlier states again."""
     before = generator_states()
     seed_generators(seed)
     try:

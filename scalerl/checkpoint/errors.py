@@ -11,7 +11,10 @@ _LOST_DATA = (errno.EIO, errno.ENOENT, errno.EBADMSG, errno.EUCLEAN)
 
 
 class DamagedCheckpointError(UserError):
-    """A part of a checkpoint is not what was saved. The message names the file and, if there is one, the tensor."""
+    """A part of a checkpoint has other bytes than were saved.
+
+    The message names the file and, if there is one, the tensor.
+    """
 
 
 class CheckpointReadError(RunError):

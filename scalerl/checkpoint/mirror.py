@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -47,7 +49,7 @@ class Mirror:
             self._exists(self._root)
         except ImportError as error:
             raise UserError(f"the driver of its store is not installed: {error}") from error
-        except Exception as error:  # each store has errors of its own
+        except Exception as error:  # each store raises its own errors
             raise UserError(f"cannot be reached: {type(error).__name__}: {error}") from error
 
     def upload(self, directory: Path) -> None:
@@ -68,7 +70,7 @@ class Mirror:
             self._check_sizes(there, manifest["files"])
             self._fs.put_file(str(directory / COMPLETE_NAME), f"{there}/{COMPLETE_NAME}")
             self._fs.pipe_file(f"{self._root}/{TRACKER_NAME}", str(manifest["step"]).encode())
-        except Exception as error:  # each store has errors of its own
+        except Exception as error:  # each store raises its own errors
             reason = f"{type(error).__name__}: {error}"
             raise CheckpointWriteError(f"{directory.name} was not copied to {self.name}: {reason}") from error
 
@@ -147,8 +149,8 @@ class Mirror:
     def _fetch(self, step: int, tmp: Path) -> None:
         """Copies a checkpoint to `tmp`.
 
-        Raises ValueError for what is no manifest, FileNotFoundError for a file that is missing, RunError for all else
-        that the store says, OSError if it cannot be written.
+        Raises ValueError for a damaged manifest, FileNotFoundError for a file that is missing, RunError for all other
+        answers of the store, OSError if it cannot be written.
         """
         there = f"{self._root}/{DIRECTORY_FORMAT.format(step)}"
         with self._answering(step):
@@ -173,7 +175,7 @@ class Mirror:
             yield
         except OSError:
             raise
-        except Exception as error:  # each store has errors of its own, and some are a ValueError
+        except Exception as error:  # each store raises its own errors, and some are a ValueError
             where = f"{self.name}/{DIRECTORY_FORMAT.format(step)}"
             raise RunError(f"{where} was not fetched: {type(error).__name__}: {error}") from error
 
@@ -216,3 +218,66 @@ class Mirror:
         except FileNotFoundError:
             return False
         return True
+
+
+class Uploads:
+    """Copies checkpoints to a mirror, one at a time; of several that wait only the newest is copied."""
+
+    def __init__(self, mirror: Mirror, kept: Kept) -> None:
+        self._mirror, self._kept = mirror, kept
+        self._lock = threading.Lock()
+        self._copying: Path | None = None
+        self._waiting: Path | None = None
+        self._thread: threading.Thread | None = None
+        self._news: dict[str, float] = {}
+        self._failures: list[CheckpointWriteError] = []
+
+    def add(self, directory: Path) -> None:
+        """Copies a checkpoint as soon as the one before it is copied."""
+        with self._lock:
+            self._waiting = directory
+            if self._thread is None:
+                # A daemon thread: a process that an interrupt ends does not wait for it.
+                self._thread = threading.Thread(target=self._run, name="checkpoint-mirror", daemon=True)
+                self._thread.start()
+
+    @property
+    def steps(self) -> set[int]:
+        """Steps of the checkpoints that are still read."""
+        with self._lock:
+            names = [path.name for path in (self._copying, self._waiting) if path is not None]
+        return {step for name in names if (step := step_of(name)) is not None}
+
+    def wait(self, limit_s: float | None = None) -> None:
+        """Waits until all is copied, or for `limit_s`."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(limit_s)
+
+    def news(self) -> tuple[dict[str, float], list[CheckpointWriteError]]:
+        """Metrics and failures since the last call."""
+        with self._lock:
+            news, self._news = self._news, {}
+            failures, self._failures = self._failures, []
+        return news, failures
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                directory = self._copying = self._waiting
+                self._waiting = None
+                if directory is None:
+                    self._thread = None
+                    return
+            began = time.monotonic()
+            failure = None
+            try:
+                self._mirror.upload(directory)
+                self._mirror.rotate(self._kept)
+            except CheckpointWriteError as error:
+                failure = error
+            with self._lock:
+                self._news["checkpoint/upload_s"] = time.monotonic() - began
+                if failure is not None:
+                    self._news["checkpoint/failed_uploads"] = self._news.get("checkpoint/failed_uploads", 0.0) + 1
+                    self._failures.append(failure)

@@ -23,7 +23,7 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from scalerl.base.files import flush
+from scalerl.base.files import Writeback, flush
 from scalerl.checkpoint.digest import (
     ALGORITHM,
     BLOCK_BYTES,
@@ -34,7 +34,6 @@ from scalerl.checkpoint.digest import (
     digest_of_blocks,
 )
 from scalerl.checkpoint.torch_dist import METADATA_NAME, as_bytes, fresh_bytes
-from scalerl.checkpoint.writeback import Writeback
 
 # Subdirectory of a model's directory in a checkpoint.
 DIST_CKPT = "dist_ckpt"
@@ -194,7 +193,7 @@ def _around_numbers(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, 
 
 
 class _Recorder:
-    """A file that torch.save writes one tensor to, which keeps what is not the tensor's numbers."""
+    """A file that torch.save writes one tensor to, which keeps all bytes but the tensor's numbers."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._address, self._num_bytes = tensor.data_ptr(), tensor.nbytes

@@ -63,7 +63,7 @@ def find_latest_ckpt_path(
     That is the step the tracker names, or where its directory is not whole the newest whole one before it: later ones
     are of a run that went back. When there are only later ones, or the tracker is missing or unreadable, it is the
     whole directory with the highest step. A UserWarning names each directory passed over, and why.
-    digests: read all of it, and pass over what is not as it was saved.
+    digests: read all files, and pass over a directory with other bytes than were saved.
     """
     if path is None:
         return None
@@ -186,7 +186,7 @@ def integrity_problem(
 
 
 def _manifest_text(manifest: Mapping[str, Any]) -> str:
-    """The manifest's file: what it says, and the digest of that."""
+    """The text of the manifest's file: the manifest, and the digest of the manifest."""
     digest = hashlib.sha256(json.dumps(manifest, indent=1).encode()).hexdigest()
     return json.dumps({**manifest, "sha256": digest}, indent=1)
 
@@ -279,7 +279,7 @@ def commit(
 
     Call once, after every rank has written. A killed process leaves either the old state or the new one.
     An existing directory of the same step is replaced. Raises NotNewestError if it is whole, but not tracked.
-    check: called when all is on the disk; what it raises leaves no checkpoint.
+    check: called when all files are on the disk; an error of `check` leaves no checkpoint.
     """
     tmp, root = Path(tmp), Path(root)
     final = root / DIRECTORY_FORMAT.format(step)
@@ -385,7 +385,7 @@ class Best:
 
 @dataclass(frozen=True)
 class Kept:
-    """The rule by which checkpoints stay: the `newest` newest ones, and beside them the best and every n-th.
+    """The rule by which checkpoints stay: the `newest` newest ones, also the best ones and every n-th.
 
     newest: at least 1; None: all.  every: steps that it divides stay.
     """

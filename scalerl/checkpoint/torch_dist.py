@@ -1,7 +1,8 @@
 """Reading a torch_dist directory, piece by piece, without running code from it and without Megatron.
 
-A tensor is stored as pieces (boxes of it), each what `torch.save` makes of one tensor, at a place in some file. What
-`checkpoint.pieces` wrote has an index beside it, with the digest of each piece and the place of its numbers.
+A tensor is stored as pieces (boxes of it): each piece is the output of `torch.save` for one tensor, at a place in some
+file. A directory that `checkpoint.pieces` wrote has an index, with the digest of each piece and the place of its
+numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from scalerl.checkpoint.errors import CheckpointReadError, DamagedCheckpointErro
 METADATA_NAME = ".metadata"
 # Pieces of up to so many bytes are read in one go; a merge has those of all ranks that share a row open at a time.
 _SMALL_BYTES = 2**18
-# That a process has open beside a checkpoint's.
+# Files that a process has open, without those of a checkpoint.
 _OTHER_FILES = 512
 
 _ALLOWED: dict[tuple[str, str], Any] = {
@@ -240,7 +241,7 @@ class DistCheckpoint:
 
     def _unpickle(self, piece: StoredPiece) -> torch.Tensor:
         try:
-            # From the file, so that no copy of the piece lies beside the tensor.
+            # From the file, so that memory holds the tensor and no copy of the piece.
             tensor = torch.load(io.BufferedReader(_PieceFile(self, piece)), map_location="cpu", weights_only=True)
         except (DamagedCheckpointError, CheckpointReadError):
             raise
@@ -288,7 +289,7 @@ class DistCheckpoint:
 
 
 class _PieceFile(io.RawIOBase):
-    """The bytes of a stored piece as a file of their own."""
+    """The bytes of a stored piece as a file."""
 
     def __init__(self, checkpoint: DistCheckpoint, piece: StoredPiece) -> None:
         self._checkpoint, self._piece, self._position = checkpoint, piece, 0
@@ -361,7 +362,7 @@ class PieceReader:
             yield (offsets[0] + first, *offsets[1:]), part
 
     def finish(self) -> None:
-        """Reads what is left of the piece, and the zeros behind it up to the next one.
+        """Reads the rest of the piece, and the zeros behind the piece up to the next one.
 
         Raises DamagedCheckpointError if these bytes are not those that were saved.
         """

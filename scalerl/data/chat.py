@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from scalerl.base.garbage import frozen_imports
-from scalerl.base.optional_imports import torch_compiler_when_needed, without
+from scalerl.base.lean_imports import lean_imports
 from scalerl.data.problems import DataError
 
 if TYPE_CHECKING:
@@ -41,9 +40,8 @@ def load_tokenizer(path: str | os.PathLike, trust_remote_code: bool = False) -> 
         raise DataError(
             [f"{directory} holds no tokenizer: add tokenizer.json (or tokenizer.model, vocab.json); it has {present}"]
         )
-    # A second to import, and only a process that tokenizes needs it. Its models, which it imports too, need more.
-    torch_compiler_when_needed()
-    with frozen_imports(), without("sklearn"), without("scipy"):
+    # A second to import, and only a process that tokenizes needs it.
+    with lean_imports():
         from transformers import AutoTokenizer
 
     try:

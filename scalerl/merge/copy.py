@@ -23,7 +23,7 @@ from scalerl.merge.writer import SafetensorsFile, check_fits
 from scalerl.models import ModelShape, Param, RowRange
 
 MAX_WORKERS = 8
-# Bytes of pieces that all threads may have in memory beside the largest tensor.
+# Bytes of pieces that all threads may have in memory, without those of the largest tensor.
 _MORE_BYTES = 128 * 2**20
 
 

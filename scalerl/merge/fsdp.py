@@ -38,6 +38,8 @@ from scalerl.models import (
     value_model_config,
 )
 
+# Numbers of a tensor that are converted and written at a time.
+_MOST_NUMBERS = 2**22
 # The head of a critic.
 _VALUE_WEIGHT = "score.weight"
 
@@ -73,22 +75,22 @@ def merge_fsdp(
         check_target(target, directory, overwrite)
     elif any(target.glob("*.safetensors")) and not overwrite:
         raise ValueError(f"--target_dir {target} has weights already; give another, or --overwrite to replace them")
-    with FsdpCheckpoint(directory) as checkpoint:
-        config = _config(hf_dir, checkpoint.tensors)
-        shape = ModelShape.from_config(config)
-        family = family_of(shape)
-        places, specs = _places(checkpoint, family, shape)
-        kept = {name for param in family.params(shape) if param.keeps_float32 for name in param.hf}
-        out_dtype = _out_dtype(directory, {spec.dtype for name, spec in specs.items() if name not in kept}, dtype)
-        specs = {n: TensorSpec(s.shape, s.dtype if n in kept else out_dtype) for n, s in specs.items()}
-        with whole_directory(target) as tmp:
-            num_files = _write(tmp, checkpoint, places, specs, max_shard_bytes, num_workers)
-            copy_beside(hf_dir, tmp, out_dtype)
-            if config != read_config(hf_dir):
-                written = read_config(tmp)
-                (tmp / "config.json").write_text(json.dumps(written | _changes(config), indent=2) + "\n")
-            with HFWeights(tmp) as weights:
-                weights.check(family, ModelShape.from_hf(tmp), {VALUE_BIAS} & specs.keys())
+    checkpoint = FsdpCheckpoint(directory)
+    config = _config(hf_dir, checkpoint.tensors)
+    shape = ModelShape.from_config(config)
+    family = family_of(shape)
+    places, specs = _places(checkpoint, family, shape)
+    kept = {name for param in family.params(shape) if param.keeps_float32 for name in param.hf}
+    out_dtype = _out_dtype(directory, {spec.dtype for name, spec in specs.items() if name not in kept}, dtype)
+    specs = {n: TensorSpec(s.shape, s.dtype if n in kept else out_dtype) for n, s in specs.items()}
+    with whole_directory(target) as tmp:
+        num_files = _write(tmp, checkpoint, places, specs, max_shard_bytes, num_workers)
+        copy_beside(hf_dir, tmp, out_dtype)
+        if config != read_config(hf_dir):
+            written = read_config(tmp)
+            (tmp / "config.json").write_text(json.dumps(written | _changes(config), indent=2) + "\n")
+        with HFWeights(tmp) as weights:
+            weights.check(family, ModelShape.from_hf(tmp), {VALUE_BIAS} & specs.keys())
     return MergeSummary.of(target, specs, num_files, out_dtype, start)
 
 
@@ -185,7 +187,7 @@ def _joined_experts(family: Family, shape: ModelShape) -> dict[str, tuple[str, i
 def _check_tied(checkpoint: FsdpCheckpoint, head: str) -> None:
     """Raises ValueError where a head that config.json ties to the embedding has other numbers: it would be lost."""
     head_tensor, embedding = checkpoint.tensors[head], checkpoint.tensors["model.embed_tokens.weight"]
-    for (_, ours), (_, theirs) in zip(_numbers(checkpoint, head_tensor), _numbers(checkpoint, embedding), strict=True):
+    for (_, ours), (_, theirs) in zip(_numbers(head_tensor), _numbers(embedding), strict=True):
         if not torch.equal(ours, theirs):
             raise ValueError(
                 f"{checkpoint.dir}: {head} differs from the embedding, and config.json says tie_word_embeddings: set "
@@ -224,8 +226,7 @@ def _write(
             file = stack.enter_context(SafetensorsFile(out_dir / name, {n: specs[n] for n in members}))
             files |= dict.fromkeys(members, file)
         waiting = [
-            pool.submit(_copy, checkpoint, checkpoint.tensors[key], stretches, files, specs)
-            for key, stretches in places.items()
+            pool.submit(_copy, checkpoint.tensors[key], stretches, files, specs) for key, stretches in places.items()
         ]
         done, others = wait(waiting, return_when=FIRST_EXCEPTION)
         for future in others:
@@ -244,13 +245,12 @@ def _num_workers(wanted: int | None) -> int:
 
 
 def _copy(
-    checkpoint: FsdpCheckpoint,
     tensor: ShardedTensor,
     stretches: Sequence[_Stretch],
     files: Mapping[str, SafetensorsFile],
     specs: Mapping[str, TensorSpec],
 ) -> None:
-    for start, numbers in _numbers(checkpoint, tensor):
+    for start, numbers in _numbers(tensor):
         for stretch in stretches:
             first, last = max(start, stretch.start), min(start + len(numbers), stretch.start + stretch.count)
             if first < last:
@@ -259,7 +259,7 @@ def _copy(
                 files[stretch.name].write(stretch.name, first - stretch.start, part)
 
 
-def _numbers(checkpoint: FsdpCheckpoint, tensor: ShardedTensor) -> Iterator[tuple[int, torch.Tensor]]:
+def _numbers(tensor: ShardedTensor) -> Iterator[tuple[int, torch.Tensor]]:
     """Yields the numbers of the whole tensor in their order, as (first number, numbers).
 
     They come a few megabytes at a time where rows are split, all at once where columns are.
@@ -268,12 +268,13 @@ def _numbers(checkpoint: FsdpCheckpoint, tensor: ShardedTensor) -> Iterator[tupl
         inner = prod(tensor.shape[1:])
         for shard in sorted(tensor.shards, key=lambda shard: shard.offsets):
             start = shard.offsets[0] * inner if tensor.shape else 0
-            for offset, numbers in checkpoint.files[shard.rank].stretches(shard.tensor):
-                yield start + offset, numbers
+            numbers = shard.tensor.contiguous().view(-1)
+            for offset in range(0, len(numbers), _MOST_NUMBERS):
+                yield start + offset, numbers[offset : offset + _MOST_NUMBERS]
         return
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     for shard in tensor.shards:
-        _box(whole, shard).copy_(checkpoint.files[shard.rank].read(shard.tensor))
+        _box(whole, shard).copy_(shard.tensor)
     yield 0, whole.view(-1)
 
 

@@ -14,8 +14,8 @@ from scalerl.base.files import flush, fsync
 
 @contextmanager
 def whole_directory(target: Path) -> Iterator[Path]:
-    """Gives a directory beside `target` to write to; it takes that name, and the place of what had it, if nothing is
-    raised, and is removed otherwise."""
+    """Gives a directory to write to, which takes the name of `target` if the block raises nothing; it is removed
+    otherwise. An existing `target` is replaced."""
     target.parent.mkdir(parents=True, exist_ok=True)
     tmp = _beside(target, "tmp")
     tmp.mkdir()

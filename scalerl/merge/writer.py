@@ -13,8 +13,8 @@ from types import TracebackType
 
 import torch
 
+from scalerl.base.files import Writeback, reserve
 from scalerl.checkpoint.torch_dist import as_bytes
-from scalerl.checkpoint.writeback import Writeback, reserve
 from scalerl.models.weights import INDEX_NAME
 
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

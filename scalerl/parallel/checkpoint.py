@@ -1,14 +1,22 @@
-"""One engine's model, optimizer and random state as a distributed checkpoint that any layout can load.
+"""Saves of one engine's model, optimizer and random state as a distributed checkpoint that any layout can load.
 
-Every rank writes and reads what it holds: its range of the optimizer's state, as the distributed optimizer splits it,
+Every rank writes the state that it holds: its range of the optimizer's state, as the distributed optimizer splits it,
 and its share of the weights that its data-parallel copies hold too. A range of a flat tensor is a few boxes of the
-tensor, so what is stored has no trace of the layout.
+tensor, so the files have no trace of the layout. `restore` loads it.
+
+A save in the background copies a rank's share to the host in one thread and writes the copy in another. Weights and
+optimizer change in an update, some time after a save began: only what changes or moves them waits for the copy.
 """
 
 from __future__ import annotations
 
+import itertools
+import mmap
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,41 +26,35 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
-from safetensors.torch import load
 from safetensors.torch import save as serialized
 
 from scalerl.base.files import fsync
-from scalerl.base.random_states import generator_states, restore_generators
+from scalerl.base.random_states import generator_states
 from scalerl.checkpoint.errors import CheckpointReadError, DamagedCheckpointError
 from scalerl.checkpoint.pieces import DIST_CKPT, Piece, WrittenFile, boxes, write_file, write_index
 from scalerl.checkpoint.store import RNG, CheckpointWriteError
-from scalerl.checkpoint.torch_dist import DistCheckpoint, PieceReader, StoredPiece, while_there
 from scalerl.errors import UserError
-from scalerl.models import CHECKPOINT_MODEL_ROOTS, ModelShape, Param, padded_vocab_size
-from scalerl.parallel.optimizer import adopt_main_parameters, main_tensors, optimizer_parts, set_num_updates
+from scalerl.parallel.optimizer import optimizer_parts
 
 if TYPE_CHECKING:
     from scalerl.parallel.engine import MegatronEngine
 
-COMMON = "common.pt"
-_OPTIMIZER_KEY = "optimizer.state.{name}.{key}"
+OPTIMIZER_KEY = "optimizer.state.{name}.{key}"
 # Parts of an engine that a checkpoint holds.
-_STATE = ("params", "optimizer")
-# An error names at most so many tensors.
-_MAX_SHOWN = 8
+STATE = ("params", "optimizer")
 # Of a rank's random states, those that are text (`generator_states`).
-_TEXTS = ("python", "numpy")
+TEXTS = ("python", "numpy")
 # One key per layer, so that merge can read layer by layer.
 _METADATA = {"non_homogeneous_layers": True}
-
-
-class CheckpointMismatchError(UserError):
-    """The checkpoint belongs to another model."""
+# In a host copy each piece begins at a multiple of this: what any vectorised copy wants.
+_ALIGN_BYTES = 64
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """A stretch of a parameter's memory that is a box of a stored tensor.
 
     start: of the stretch in the parameter.  shape: of the stored tensor.  offsets, sizes: of the box in it.
@@ -104,53 +106,22 @@ def save_engine(engine: MegatronEngine, directory: str | Path) -> None:
     """
     directory = Path(directory)
     share = own_share(engine)
-    written = _together(lambda: share.write(directory))
+    written = together(lambda: share.write(directory))
     files: list[Any] | None = [None] * dist.get_world_size() if share.rank == 0 else None
     dist.gather_object(written, files)
     if files is None:
-        _together(lambda: None)
+        together(lambda: None)
     else:
-        _together(lambda: write_index(directory / DIST_CKPT, files, share.common))
+        together(lambda: write_index(directory / DIST_CKPT, files, share.common))
 
 
 def own_share(engine: MegatronEngine) -> Share:
     """This rank's share of a checkpoint; no collective. Its pieces are the engine's memory, as it is when read."""
-    engine.require_on_device(*_STATE, work="saving a checkpoint", reads=True)
+    engine.require_on_device(*STATE, work="saving a checkpoint", reads=True)
     return Share(dist.get_rank(), _own_pieces(engine), _rng_state(), _common_state(engine))
 
 
-def load_engine(engine: MegatronEngine, directory: str | Path) -> None:
-    """Loads the engine's state from a checkpoint that any layout saved. Collective.
-
-    The random state is loaded if the checkpoint has one for each rank; else a run says that it is not (`resumed_lines`
-    of the trainer). Raises CheckpointMismatchError, before any weight changes, if the checkpoint is of another model,
-    and DamagedCheckpointError, on every rank, if any byte of the tensors is not what was saved: load another checkpoint
-    then. CheckpointReadError and RemovedCheckpointError say that they could not be read. Each rank compares what it
-    reads, and a share of what none needs, so that no byte is read only to be compared.
-    """
-    directory = Path(directory)
-    engine.require_on_device(*_STATE, work="loading a checkpoint")
-    engine.before_change()
-    with while_there(directory), DistCheckpoint(directory / DIST_CKPT) as stored:
-        _check_model(engine, stored)
-        common = torch.load(stored.dir / COMMON, map_location="cpu", weights_only=True)
-        reads_weights = _reads_weights(engine, stored)
-        _together(lambda: _read(engine, stored, weights=reads_weights))
-        unread = _read_by_none(engine, stored)[dist.get_rank() :: dist.get_world_size()]
-        _together(lambda: _compare(stored, unread))
-    adopt_main_parameters(engine.optimizer, gather=not reads_weights)
-    engine.num_updates = int(common["num_updates"])
-    set_num_updates(engine.optimizer, engine.num_updates)
-    _set_loss_scale(engine.optimizer, common)
-    engine.schedule.num_steps = engine.num_updates + 1
-    engine.schedule.step(0)
-    rng_file = directory / RNG / f"rank_{dist.get_rank()}.safetensors"
-    if len(list(rng_file.parent.glob("rank_*"))) == dist.get_world_size():
-        # Read, not mapped: the states stay in use, and the file is removed with its checkpoint.
-        _set_rng_state(load(rng_file.read_bytes()))
-
-
-def _together(work: Callable[[], Any]) -> Any:
+def together(work: Callable[[], Any]) -> Any:
     """Runs `work` on all ranks and returns its result; if any rank fails, all raise the first failure. Collective."""
     result, failure = None, None
     try:
@@ -171,21 +142,19 @@ def _together(work: Callable[[], Any]) -> Any:
 
 def _own_pieces(engine: MegatronEngine) -> Iterator[Piece]:
     """The pieces of the model and the optimizer that this rank saves."""
-    parts_by_tensor = {tensor: (parts, copy) for tensor, parts, copy in _model_tensors(engine)}
+    parts_by_tensor = {tensor: (parts, copy) for tensor, parts, copy in model_tensors(engine)}
     for tensor, (parts, (dp_rank, dp_size)) in parts_by_tensor.items():
         yield from _pieces("{key}", tensor.detach().view(-1), 0, parts, dp_rank, dp_size)
     for parameter, start, tensors, is_range in main_tensors(engine.optimizer):
         parts, (dp_rank, dp_size) = parts_by_tensor[parameter]
         for name, tensor in tensors.items():
-            key = _OPTIMIZER_KEY.format(name=name, key="{key}")
+            key = OPTIMIZER_KEY.format(name=name, key="{key}")
             yield from _pieces(
                 key, tensor.detach().view(-1), start, parts, *((0, 1) if is_range else (dp_rank, dp_size))
             )
 
 
-def _pieces(
-    key: str, flat: torch.Tensor, start: int, parts: list[_Part], dp_rank: int, dp_size: int
-) -> Iterator[Piece]:
+def _pieces(key: str, flat: torch.Tensor, start: int, parts: list[Part], dp_rank: int, dp_size: int) -> Iterator[Piece]:
     """The pieces of one parameter that this rank saves: each of its dp_size copies saves an equal stretch.
 
     flat: numbers of the parameter from `start` on.
@@ -198,74 +167,7 @@ def _pieces(
                 yield Piece(key.format(key=part.key), part.shape, offsets, tensor)
 
 
-def _reads_weights(engine: MegatronEngine, stored: DistCheckpoint) -> bool:
-    """Whether ranks read the weights that others update, instead of gathering them: faster than gloo, slower than NCCL.
-
-    Only where they are stored in the dtype that the model has. The same on all ranks.
-    """
-    dtypes = {
-        param.name: torch.float32 if param.keeps_float32 else engine.config.params_dtype
-        for param in engine.family.params(engine.shape)
-    }
-    return dist.get_backend() == dist.Backend.GLOO and all(
-        stored.tensors[name].dtype == dtype for name, dtype in dtypes.items()
-    )
-
-
-def _read(engine: MegatronEngine, stored: DistCheckpoint, *, weights: bool) -> None:
-    """Reads this rank's range of the optimizer's state in place, and what no optimizer holds.
-
-    weights: reads the weights that only other ranks' optimizers hold, too.
-    """
-    parts_by_tensor = {tensor: parts for tensor, parts, _ in _model_tensors(engine)}
-    held = {}
-    for parameter, start, tensors, _ in main_tensors(engine.optimizer):
-        held[parameter] = start, start + tensors["param"].numel()
-        for name, tensor in tensors.items():
-            for part in parts_by_tensor[parameter]:
-                key = _OPTIMIZER_KEY.format(name=name, key=part.key)
-                _read_part(stored, key, part, start, tensor.detach().view(-1))
-    for tensor, parts in parts_by_tensor.items():
-        if weights or not getattr(tensor, "requires_grad", False):
-            start, stop = held.get(tensor, (0, 0))
-            flat = tensor.detach().view(-1)
-            for part in parts:
-                _read_part(stored, part.key, part, 0, flat[:start])
-                _read_part(stored, part.key, part, stop, flat[stop:])
-
-
-def _read_by_none(engine: MegatronEngine, stored: DistCheckpoint) -> list[StoredPiece]:
-    """The pieces that have a digest and that no rank has read. Collective."""
-    pieces = [piece for key in sorted(stored.tensors) for piece in stored.pieces(key) if piece.digest is not None]
-    if not pieces:
-        return []
-    is_verified = torch.tensor([stored.is_verified(piece) for piece in pieces], dtype=torch.uint8, device=engine.device)
-    dist.all_reduce(is_verified, dist.ReduceOp.MAX)
-    return [piece for piece, verified in zip(pieces, is_verified.tolist(), strict=True) if not verified]
-
-
-def _compare(stored: DistCheckpoint, pieces: Iterable[StoredPiece]) -> None:
-    for piece in pieces:
-        PieceReader(stored, piece).finish()
-
-
-def _read_part(stored: DistCheckpoint, key: str, part: _Part, start: int, flat: torch.Tensor) -> None:
-    """Reads a part of a parameter into `flat`, which holds the parameter's numbers from `start` on.
-
-    A layout with more padding of the vocabulary than the one that saved gets zeros for what was not there.
-    """
-    for box_start, offsets, sizes in part.within(start, start + flat.numel()):
-        target = flat[box_start - start : box_start - start + prod(sizes)].view(sizes)
-        if part.shape != stored.shape(key):
-            target.zero_()
-            rows = min(sizes[0], stored.shape(key)[0] - offsets[0])
-            if rows <= 0:
-                continue
-            sizes, target = (rows, *sizes[1:]), target[:rows]
-        stored.read_box(key, (offsets, sizes), target)
-
-
-def _model_tensors(engine: MegatronEngine) -> Iterator[tuple[torch.Tensor, list[_Part], tuple[int, int]]]:
+def model_tensors(engine: MegatronEngine) -> Iterator[tuple[torch.Tensor, list[Part], tuple[int, int]]]:
     """Every parameter and buffer that a checkpoint holds, its parts, and (rank, size) among its copies."""
     for chunk in engine.chunks:
         for sharded in nested_values(chunk.sharded_state_dict(metadata=dict(_METADATA))):
@@ -276,11 +178,11 @@ def _model_tensors(engine: MegatronEngine) -> Iterator[tuple[torch.Tensor, list[
                 yield tensor, [_part(tensor, shard) for shard in built], _copies(engine, tensor, sharded.replica_id)
 
 
-def _part(tensor: torch.Tensor, sharded: ShardedTensor) -> _Part:
+def _part(tensor: torch.Tensor, sharded: ShardedTensor) -> Part:
     data = sharded.data
     assert data is not None and data.is_contiguous(), sharded.key
     replicas = sharded.replica_id if isinstance(sharded.replica_id, tuple) else (sharded.replica_id, 0)
-    return _Part(
+    return Part(
         sharded.key,
         int(data.storage_offset() - tensor.storage_offset()),
         tuple(sharded.global_shape),
@@ -298,6 +200,42 @@ def _copies(engine: MegatronEngine, tensor: torch.Tensor, replica_id: Any) -> tu
     return group.rank(), group.size()
 
 
+def main_tensors(optimizer: Any) -> Iterator[tuple[torch.Tensor, int, dict[str, torch.Tensor], bool]]:
+    """Yields the optimizer's tensors of each parameter of this rank's model: (parameter, start, tensors, is_range).
+
+    tensors: `param` (the main parameter), `exp_avg`, `exp_avg_sq`, as they are in use. They are the numbers of the
+    parameter from `start` on: those of this rank alone (is_range, the distributed optimizer), or all of them.
+    """
+    for part in optimizer_parts(optimizer):
+        if part.is_stub_optimizer:
+            continue
+        if isinstance(part, DistributedOptimizer):
+            for bucket in (b for ranges in part.gbuf_ranges for buckets in ranges.values() for b in buckets):
+                for parameter, ranges in bucket["param_map"].items():
+                    group, order = part.model_param_group_index_map[parameter]
+                    main = part.optimizer.param_groups[group]["params"][order]
+                    yield parameter, ranges["param"].start, _with_moments(part, main), True
+        else:
+            for parameter, main in _main_parameters(part):
+                yield parameter, 0, _with_moments(part, main), False
+
+
+def _main_parameters(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields (model's parameter, main parameter) of an optimizer that every data-parallel rank has whole."""
+    if isinstance(part, Float16OptimizerWithFloat16Params):
+        for ours, theirs in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+            yield from zip(ours, theirs, strict=True)
+        groups = part.fp32_from_fp32_groups
+    else:
+        groups = [group["params"] for group in part.optimizer.param_groups]
+    yield from ((parameter, parameter) for group in groups for parameter in group)
+
+
+def _with_moments(part: Any, main: torch.Tensor) -> dict[str, torch.Tensor]:
+    state = part.optimizer.state[main]
+    return {"param": main} | {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
+
+
 def _common_state(engine: MegatronEngine) -> dict[str, Any]:
     """The state that is the same on all ranks."""
     scaler = getattr(optimizer_parts(engine.optimizer)[0], "grad_scaler", None)
@@ -308,70 +246,158 @@ def _common_state(engine: MegatronEngine) -> dict[str, Any]:
     return common | {"grad_scaler": state}
 
 
-def _set_loss_scale(optimizer: Any, common: dict[str, Any]) -> None:
-    scaler = getattr(optimizer_parts(optimizer)[0], "grad_scaler", None)
-    # Megatron's own saves have it among the state of the (first) optimizer.
-    optimizer_state = common.get("optimizer", {})
-    state = (
-        common.get("grad_scaler") or optimizer_state.get("grad_scaler") or optimizer_state.get(0, {}).get("grad_scaler")
-    )
-    if scaler is not None and state is not None:
-        scaler.load_state_dict(state)
-
-
-def _check_model(engine: MegatronEngine, checkpoint: DistCheckpoint) -> None:
-    """Raises CheckpointMismatchError where the checkpoint has other tensors than the model.
-
-    Every rank compares the whole model, not its part: all refuse together, none waits in a collective.
-    """
-    stored = {key: tensor.shape for key, tensor in checkpoint.tensors.items()}
-    params = {param.name: param for param in engine.family.params(engine.shape)}
-    wrong = []
-    for name, param in params.items():
-        shapes = _joined_shapes(param, engine.shape)
-        if name not in stored:
-            wrong.append(f"{name}: not in the checkpoint")
-        elif stored[name] not in shapes:
-            wrong.append(f"{name}: {stored[name]}, the model has {' or '.join(map(str, shapes))}")
-    wrong += [
-        f"{key}: not in the model"
-        for key in sorted(stored)
-        if key.startswith(CHECKPOINT_MODEL_ROOTS) and key not in params
-    ]
-    if wrong:
-        more = f"; and {len(wrong) - _MAX_SHOWN} more" if len(wrong) > _MAX_SHOWN else ""
-        raise CheckpointMismatchError(
-            f"{checkpoint.dir} is from another model; set trainer.resume_mode=disable or another "
-            "trainer.default_local_dir. " + "; ".join(wrong[:_MAX_SHOWN]) + more
-        )
-
-
-def _joined_shapes(param: Param, shape: ModelShape) -> list[tuple[int, ...]]:
-    """The shapes that a layout may have stored: the vocabulary is padded for the tp_size of the run that saved."""
-    tp_sizes = [size for size in range(1, shape.num_kv_heads + 1) if shape.num_kv_heads % size == 0]
-    return sorted({param.joined_shape(shape, padded_vocab_size(shape.vocab_size, size)) for size in tp_sizes})
-
-
 def _rng_state() -> dict[str, torch.Tensor]:
-    state = {f"tracker.{name}": value for name, value in _rng_tracker().get_states().items()}
+    state = {f"tracker.{name}": value for name, value in rng_tracker().get_states().items()}
     state["torch"] = torch.get_rng_state()
     state["device"] = torch.cuda.get_rng_state()
     # Code of the user's own may draw from them.
     texts = generator_states()
-    state |= {name: torch.frombuffer(bytearray(texts[name].encode()), dtype=torch.uint8) for name in _TEXTS}
+    state |= {name: torch.frombuffer(bytearray(texts[name].encode()), dtype=torch.uint8) for name in TEXTS}
     return {name: value.clone().contiguous() for name, value in state.items()}
 
 
-def _rng_tracker() -> CudaRNGStatesTracker:
+def rng_tracker() -> CudaRNGStatesTracker:
     tracker = get_cuda_rng_tracker()
     assert tracker is not None, "the ranks have not joined"
     return tracker
 
 
-def _set_rng_state(state: dict[str, torch.Tensor]) -> None:
-    prefix = "tracker."
-    _rng_tracker().set_states({name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)})
-    torch.set_rng_state(state["torch"])
-    torch.cuda.set_rng_state(state["device"])
-    # A checkpoint of an earlier version has none.
-    restore_generators({name: state[name].numpy().tobytes().decode() for name in _TEXTS if name in state})
+# --- saves in the background ---
+
+
+class BackgroundSave:
+    """Writes one rank's shares of checkpoints, of the model of each of its roles, in background threads."""
+
+    def __init__(self) -> None:
+        # Two: the copy of one role does not wait for the disk that takes another's.
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="copy")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self._memory: dict[str, HostCopy] = {}
+        self._writing: dict[str, tuple[Share, Future[WrittenFile]]] = {}
+
+    def begin(self, role: str, engine: MegatronEngine, directory: str | Path) -> None:
+        """Begins to save a role's model as it is now; from now on `engine.before_change` waits until it is copied.
+
+        Waits first for a save of the role that is still being written. A missing directory is made.
+        """
+        self.wait(role)
+        share, memory, copied = own_share(engine), self._memory.setdefault(role, HostCopy()), threading.Event()
+        ready = None
+        if engine.device == "cuda":
+            ready = torch.cuda.Event()
+            ready.record()
+        engine.before_change = copied.wait
+        copies: Future[list[Piece]] = Future()
+        # Without the pieces: they are the engine's memory, which may leave.
+        self._writing[role] = replace(share, pieces=()), self._writer.submit(_write, share, copies, Path(directory))
+        # Last, because a thread that copies holds the interpreter for milliseconds.
+        self._copier.submit(_copy, memory, share.pieces, ready, copied, copies)
+
+    def wait(self, role: str) -> None:
+        """Blocks until no save of that role is being written."""
+        if role in self._writing:
+            self._writing[role][1].exception()
+
+    def written(self, role: str) -> tuple[WrittenFile, dict[str, Any]] | None:
+        """The file that the role's last save wrote, and the state that all ranks share; None while it is being written.
+
+        Raises CheckpointWriteError when the file could not be written.
+        """
+        share, writing = self._writing[role]
+        if not writing.done():
+            return None
+        try:
+            return writing.result(), share.common
+        except OSError as error:
+            raise CheckpointWriteError(
+                f"rank {share.rank} could not write its part of the checkpoint: {error}"
+            ) from error
+
+    def close(self) -> None:
+        """Waits for the saves that are being written, and releases the memory of their copies."""
+        self._copier.shutdown()
+        self._writer.shutdown()
+        for memory in self._memory.values():
+            memory.release()
+
+
+def _copy(
+    memory: HostCopy,
+    pieces: Iterable[Piece],
+    ready: torch.cuda.Event | None,
+    copied: threading.Event,
+    copies: Future[list[Piece]],
+) -> None:
+    try:
+        copies.set_result(memory.copy_pieces(pieces, ready))
+    except BaseException as error:
+        copies.set_exception(error)
+    finally:
+        copied.set()
+
+
+def _write(share: Share, copies: Future[list[Piece]], directory: Path) -> WrittenFile:
+    return replace(share, pieces=copies.result()).write(directory)
+
+
+class HostCopy:
+    """Host memory for the pieces that a rank saves, of their size and no more; kept from one save to the next."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._pinned = False
+
+    def copy_pieces(self, pieces: Iterable[Piece], ready: torch.cuda.Event | None = None) -> list[Piece]:
+        """Copies the pieces to host memory. The copies stay until the next call.
+
+        ready: of pieces on a GPU, the event after which they have the values to copy; a separate stream copies them.
+        """
+        taken = list(pieces)
+        sizes = (-(-piece.tensor.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for piece in taken)
+        starts = list(itertools.accumulate(sizes, initial=0))
+        self._reserve(starts[-1], pin=ready is not None)
+        copies = []
+        with _own_stream(ready):
+            for piece, start in zip(taken, starts, strict=False):
+                memory = self._memory[start : start + piece.tensor.nbytes]
+                host = memory.view(piece.tensor.dtype).view(piece.tensor.shape)
+                host.copy_(piece.tensor.detach(), non_blocking=True)
+                copies.append(replace(piece, tensor=host))
+        return copies
+
+    def release(self) -> None:
+        """Releases the memory; the pieces that were taken are then gone."""
+        if self._pinned:
+            _cuda_runtime().cudaHostUnregister(self._memory.data_ptr())
+        self._memory, self._pinned = torch.empty(0, dtype=torch.uint8), False
+
+    def _reserve(self, num_bytes: int, *, pin: bool) -> None:
+        if num_bytes <= len(self._memory):
+            return
+        self.release()
+        memory = mmap.mmap(-1, num_bytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            # The first copy would else wait for each page of 4 KiB by itself.
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = torch.frombuffer(memory, dtype=torch.uint8)
+        if pin:
+            # torch's own pinned memory comes in powers of two. Where it is refused the copies are slower, no more.
+            self._pinned = int(_cuda_runtime().cudaHostRegister(self._memory.data_ptr(), num_bytes, 0)) == 0
+
+
+@contextmanager
+def _own_stream(ready: torch.cuda.Event | None) -> Iterator[None]:
+    """Runs the block's work for the GPU in a separate stream, after `ready`, and waits for the work."""
+    if ready is None:
+        yield
+        return
+    with torch.cuda.device(ready.device):
+        stream = torch.cuda.Stream()
+        stream.wait_event(ready)
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
+
+
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()

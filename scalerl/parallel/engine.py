@@ -17,18 +17,20 @@ from scalerl.batch import Alignment
 from scalerl.batch.data_proto import DataProto, Jagged
 from scalerl.models import Head, ModelShape, family_of
 from scalerl.parallel import platform
+from scalerl.parallel.attention import Rotary
 from scalerl.parallel.expert_weights import named_gradients, router_biases
 from scalerl.parallel.export import Needed, export_buckets
 from scalerl.parallel.layout import Groups
 from scalerl.parallel.loading import load_hf_weights, local_params
 from scalerl.parallel.logprobs import linear_logprobs
 from scalerl.parallel.megatron_overrides import megatron_values
-from scalerl.parallel.micro_batch import MicroBatch, by_length, pack_rows, unpack
-from scalerl.parallel.model import build_model, transformer_config
+from scalerl.parallel.micro_batch import MicroBatch, by_length, pack_rows, run_schedule, unpack
+from scalerl.parallel.model import build_model, output_weight, transformer_config, whole_hidden
 from scalerl.parallel.moe_routing import ROUTED_EXPERTS, add_routing, recorded_experts, router_losses
-from scalerl.parallel.nonfinite import Gradient, SkippedUpdates
 from scalerl.parallel.offload import GRADS, OPTIMIZER, PARAMS, PARTS, Offload
 from scalerl.parallel.optimizer import (
+    Gradient,
+    SkippedUpdates,
     agreed_finite,
     build_optimizer,
     build_schedule,
@@ -37,9 +39,6 @@ from scalerl.parallel.optimizer import (
     prepare_gradients,
     update_loss_scale,
 )
-from scalerl.parallel.output import output_weight, whole_hidden
-from scalerl.parallel.pipeline import run_schedule
-from scalerl.parallel.rotary import Rotary
 from scalerl.parallel.ulysses import gather_replicated
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch import Tensor
 
-from scalerl.parallel.marks import mark
+from scalerl.parallel.layout import mark
 
 # A parameter of a rank's experts: up to its layer's experts, of which weight, of which expert if it is of one.
 _OF_EXPERTS = re.compile(r"(.*\.experts\.)(linear_fc[12]\.weight)(\d*)")

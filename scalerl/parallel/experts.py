@@ -23,7 +23,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from scalerl.models import ModelShape
-from scalerl.parallel.cpu_kernels import swiglu
 from scalerl.parallel.expert_weights import mark_of_experts, sharded_experts
 from scalerl.parallel.te_experts import transformer_engine_experts
 
@@ -99,7 +98,7 @@ class ExpertsLayer(MoELayer):
     router: Router
 
     def __init__(self, config: Any) -> None:
-        linear = MLPSubmodules(ColumnParallelLinear, cast("Any", swiglu), RowParallelLinear)
+        linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         super().__init__(
             config,
             MoESubmodules(

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from scalerl.base.garbage import collect_garbage
 from scalerl.base.random_states import seed_generators
 from scalerl.config import LayoutSizes
 
@@ -149,7 +149,7 @@ def initialize(
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     # Threads that were still at work when a run ended (megatron's writer of checkpoints) may have held some of it.
-    collect_garbage()
+    gc.collect()
     if not dist.is_initialized():
         rendezvous = {} if store is None else {"store": store, "rank": rank, "world_size": layout.world_size}
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **rendezvous)
@@ -213,3 +213,10 @@ def leave() -> None:
     # collection.
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def mark(parameter: Tensor, **attributes: Any) -> None:
+    """Sets attributes of a parameter as megatron reads them: tensor_model_parallel, partition_dim, partition_stride,
+    sequence_parallel, allreduce, grad_added_to_main_grad."""
+    for name, value in attributes.items():
+        setattr(parameter, name, value)

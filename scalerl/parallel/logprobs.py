@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from scalerl.parallel.marks import mark
+from scalerl.parallel.layout import mark
 
 # Float32 logits of one chunk, at most; two buffers of this size live during a pass.
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}

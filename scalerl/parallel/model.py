@@ -1,36 +1,48 @@
-"""The megatron-core GPTModel of this rank's pipeline stage, built from a ModelShape."""
+"""The megatron-core GPTModel of this rank's pipeline stage, built from a ModelShape.
+
+Dims: T packed tokens of this cp rank, H hidden size, V vocabulary.
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import Tensor
 
 from scalerl.config.value_checks import show
 from scalerl.errors import UserError
 from scalerl.models import ModelShape, padded_vocab_size
 from scalerl.parallel.attention import PackedAttention, RMSNorm
-from scalerl.parallel.cpu_kernels import swiglu
 from scalerl.parallel.experts import mixture_config, mixture_layer_spec
+from scalerl.parallel.layout import mark
 from scalerl.parallel.megatron_overrides import transformer_values
-from scalerl.parallel.mla import latent_config, latent_layer_spec
-from scalerl.parallel.output import hand_out_hidden
-from scalerl.parallel.recompute import recompute_arguments
 from scalerl.parallel.te_attention import TransformerEngineAttention, require_transformer_engine
-from scalerl.parallel.values import put_value_head
 
 if TYPE_CHECKING:
     from scalerl.config.schema import MegatronConfig
     from scalerl.parallel.layout import Groups
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Of the random numbers that a value head begins with.
+_HEAD_SEED = 0
+_megatrons_init = CheckpointWithoutOutput.__init__
 
 
 def transformer_config(shape: ModelShape, config: MegatronConfig, groups: Groups, *, on_cpu: bool) -> TransformerConfig:
@@ -62,7 +74,7 @@ def transformer_config(shape: ModelShape, config: MegatronConfig, groups: Groups
         context_parallel_size=layout.cp_size,
         cp_comm_type=config.cp_comm_type,
         hierarchical_context_parallel_sizes=list(layout.hierarchical_cp_sizes) or None,
-        # A model without experts may live beside one that has them.
+        # A rank may have a model without experts and one with experts.
         expert_model_parallel_size=layout.ep_size if shape.num_experts else 1,
         expert_tensor_parallel_size=layout.etp_size if shape.num_experts else None,
         sequence_parallel=config.sequence_parallel and layout.tp_size > 1,
@@ -97,9 +109,6 @@ def transformer_config(shape: ModelShape, config: MegatronConfig, groups: Groups
         **latent,
     )
     overrides = transformer_values(config.override_transformer_config, on_cpu=on_cpu)
-    # megatron's name for the function of MLPSubmodules, `swiglu`, unless the user has megatron's compiled one.
-    in_blocks = on_cpu and dtype == torch.float32 and not overrides.get("bias_activation_fusion")
-    own["use_te_activation_func"] = in_blocks
     try:
         return (MLATransformerConfig if latent else TransformerConfig)(**(own | overrides))
     except (AssertionError, ImportError, ValueError) as error:
@@ -138,7 +147,6 @@ def build_model(shape: ModelShape, config: TransformerConfig, groups: Groups) ->
     submodules.pre_mlp_layernorm = RMSNorm
     # Checkpoint keys are the parameter names of models/, not transformer-engine's fused ones.
     submodules.sharded_state_dict_keys_map = {}
-    submodules.mlp.submodules.activation_func = swiglu
     attention = submodules.self_attention.submodules
     attention.core_attention = core_attention(config, groups)
     if shape.qk_norm:
@@ -168,3 +176,133 @@ def build_model(shape: ModelShape, config: TransformerConfig, groups: Groups) ->
     if groups.is_last_stage:
         (put_value_head if shape.head == "value" else hand_out_hidden)(models[-1])
     return models
+
+
+# --- activation recompute ---
+
+
+def recompute_arguments(config: MegatronConfig) -> dict[str, Any]:
+    """The arguments of TransformerConfig for activation recompute."""
+    if config.recompute_granularity == "selective":
+        CheckpointWithoutOutput.__init__ = _init
+    # megatron refuses these two with anything but full.
+    is_full = config.recompute_granularity == "full"
+    return {
+        "recompute_granularity": config.recompute_granularity,
+        "recompute_method": config.recompute_method if is_full else None,
+        "recompute_num_layers": config.recompute_num_layers if is_full else None,
+        "recompute_modules": list(config.recompute_modules),
+    }
+
+
+def _init(self: CheckpointWithoutOutput, fp8: Any = False) -> None:
+    """Repairs megatron-core 0.16.1, which takes fp8=False (its default) for yes and then calls transformer-engine,
+    there or not."""
+    _megatrons_init(self, fp8 or None)  # pyright: ignore[reportArgumentType]  # megatron: bool, and None for no
+
+
+# --- multi-head latent attention (DeepSeek) ---
+
+
+def latent_config(shape: ModelShape) -> dict[str, Any]:
+    """The arguments of MLATransformerConfig that only latent attention has; none without it."""
+    if shape.kv_lora_rank is None:
+        return {}
+    yarn = {key: value for key, value in (shape.rope_scaling or {}).items() if key not in ("rope_type", "factor")}
+    return {
+        "q_lora_rank": shape.q_lora_rank,
+        "kv_lora_rank": shape.kv_lora_rank,
+        "qk_head_dim": shape.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": shape.qk_rope_head_dim,
+        "v_head_dim": shape.v_head_dim,
+        "rope_type": "yarn" if shape.rope_scaling else "rope",
+        "rotary_base": shape.rope_theta,
+        "rotary_percent": 1.0,
+        "rotary_scaling_factor": (shape.rope_scaling or {}).get("factor", 1.0),
+        "mscale": 1.0,
+        "mscale_all_dim": 0.0,
+        **yarn,
+    }
+
+
+def latent_layer_spec(norm: type, *, on_cpu: bool) -> ModuleSpec:
+    """The spec of a layer with latent attention.  norm: RMSNorm class of compressed queries, keys and values."""
+    # megatron asks for this argument everywhere but here.
+    multi_latent_attention.YarnRotaryEmbedding = partial(YarnRotaryEmbedding, use_cpu_initialization=on_cpu)
+    if not isinstance(multi_latent_attention.TELinear, type):
+        # megatron-core 0.16.1 takes its own stand-in for transformer-engine to be the real one.
+        multi_latent_attention.HAVE_TE = False
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=True)
+    # megatron says only that it is an object.
+    submodules: Any = layer.submodules
+    attention = submodules.self_attention.submodules
+    # Whole on every tp rank, each for its part of the sequence. Split over tp, as the local spec has them, the rotary
+    # part of the keys loses the gradients of other ranks' heads (megatron-core 0.16.1).
+    attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
+    attention.q_layernorm = attention.kv_layernorm = ModuleSpec(module=norm)
+    return layer
+
+
+# --- the end of the last stage: hidden states of a language model, values of a critic or reward model ---
+
+
+def hand_out_hidden(model: GPTModel) -> None:
+    """Makes the model return the hidden states that its output layer, which keeps its parameter, would multiply."""
+
+    def forward(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        return hidden, None
+
+    layer: Any = model.output_layer
+    layer.forward = forward
+
+
+def output_weight(model: GPTModel) -> Tensor:
+    """[V / tp, H] output weight of the last chunk: the output layer's, or the embedding's if tied on one stage."""
+    if model.share_embeddings_and_output_weights:
+        return model.shared_embedding_or_output_weight()
+    weight = model.output_layer.weight
+    assert weight is not None
+    return weight
+
+
+def whole_hidden(hidden_TH: Tensor, *, sequence_parallel: bool) -> Tensor:
+    """Hidden states [T, H] of all tokens on every tp rank; the gradients of the vocabulary parts are summed."""
+    if sequence_parallel:
+        return gather_from_sequence_parallel_region(hidden_TH, tensor_parallel_output_grad=True)
+    return copy_to_tensor_model_parallel_region(hidden_TH)
+
+
+class ValueHead(torch.nn.Module):
+    """A linear layer H -> 1 in float32, the same on all tp ranks: its weight is not split.
+
+    weight: [1, H], random until one is loaded: the same numbers on every rank and in every run, of standard deviation
+    1 / (H + 1), so that values start near 0.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        initial = torch.randn(1, size, generator=torch.Generator().manual_seed(_HEAD_SEED)) / (size + 1)
+        self.weight = torch.nn.Parameter(initial.to(config.params_dtype))
+        self.sequence_parallel = config.sequence_parallel
+        # Each tp rank sees its tokens only: megatron sums such gradients over tp ranks.
+        mark(self.weight, sequence_parallel=config.sequence_parallel)
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """Computes the values: hidden [T, 1, H] -> ([T, 1, 1] float32, None).
+
+        With sequence parallelism the tokens of `hidden` are split over tp ranks. Without it every tp rank does the same
+        work on the same tokens, so no gradient is summed.
+        """
+        values = F.linear(hidden.float(), self.weight.float())
+        if self.sequence_parallel:
+            # All tp ranks compute the same loss of all values: each keeps the gradient of its own tokens.
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
+
+
+def put_value_head(model: GPTModel) -> None:
+    """Puts a ValueHead in the place of the output layer of a model that does not tie it to its embedding."""
+    assert not model.share_embeddings_and_output_weights
+    # Any layer that takes hidden states does.
+    model.output_layer = ValueHead(model.config)  # pyright: ignore[reportAttributeAccessIssue]  # megatron declares one class

@@ -1,24 +1,30 @@
-"""Megatron's (distributed) optimizer and learning-rate schedule, built from OptimConfig."""
+"""Megatron's (distributed) optimizer and learning-rate schedule, built from OptimConfig; updates that are skipped."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
+from scalerl.errors import UserError
 from scalerl.parallel import platform
 from scalerl.parallel.megatron_overrides import megatron_values
 
 if TYPE_CHECKING:
     from scalerl.config.schema import MegatronConfig, OptimConfig
+
+logger = logging.getLogger(__name__)
+
+# (position in the family's table, the same for all ranks; megatron's name, layer counted over all stages; gradient)
+Gradient = tuple[int, str, Tensor]
 
 # constant never decays; megatron wants a length all the same.
 _NO_DECAY_STEPS = 10**12
@@ -52,7 +58,7 @@ def build_optimizer(ddp_chunks: list, optim: OptimConfig, megatron: MegatronConf
     for part in parts:
         _allocate_adam_state(part)
         if dtype == torch.float16:
-            # megatron gives experts a scale of their own, but multiplies the loss with the first one's alone.
+            # megatron gives experts a separate scale, but multiplies the loss with the first one's alone.
             part.grad_scaler = parts[0].grad_scaler
     if platform.device_type() == "cuda":
         use_fused_adam(optimizer)
@@ -143,79 +149,6 @@ def clip_gradients(optimizer: Any, grad_norm: float) -> None:
             clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm)
 
 
-def main_tensors(optimizer: Any) -> Iterator[tuple[torch.Tensor, int, dict[str, torch.Tensor], bool]]:
-    """Yields the optimizer's tensors of each parameter of this rank's model: (parameter, start, tensors, is_range).
-
-    tensors: `param` (the main parameter), `exp_avg`, `exp_avg_sq`, as they are in use. They are the numbers of the
-    parameter from `start` on: those of this rank alone (is_range, the distributed optimizer), or all of them.
-    """
-    for part in optimizer_parts(optimizer):
-        if part.is_stub_optimizer:
-            continue
-        if isinstance(part, DistributedOptimizer):
-            for bucket in (b for ranges in part.gbuf_ranges for buckets in ranges.values() for b in buckets):
-                for parameter, ranges in bucket["param_map"].items():
-                    group, order = part.model_param_group_index_map[parameter]
-                    main = part.optimizer.param_groups[group]["params"][order]
-                    yield parameter, ranges["param"].start, _with_moments(part, main), True
-        else:
-            for parameter, main in _main_parameters(part):
-                yield parameter, 0, _with_moments(part, main), False
-
-
-def _main_parameters(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields (model's parameter, main parameter) of an optimizer that every data-parallel rank has whole."""
-    if isinstance(part, Float16OptimizerWithFloat16Params):
-        for ours, theirs in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
-            yield from zip(ours, theirs, strict=True)
-        groups = part.fp32_from_fp32_groups
-    else:
-        groups = [group["params"] for group in part.optimizer.param_groups]
-    yield from ((parameter, parameter) for group in groups for parameter in group)
-
-
-def _with_moments(part: Any, main: torch.Tensor) -> dict[str, torch.Tensor]:
-    state = part.optimizer.state[main]
-    return {"param": main} | {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
-
-
-@torch.no_grad()
-def adopt_main_parameters(optimizer: Any, *, gather: bool = True) -> None:
-    """Copies the main parameters into the model's: those of this rank's range, then those of all ranks. Collective.
-
-    gather: False if the model has those of other ranks already.
-    """
-    parts = [part for part in optimizer_parts(optimizer) if not part.is_stub_optimizer]
-    for part in parts:
-        if hasattr(part, "_copy_main_params_to_model_params"):
-            part._copy_main_params_to_model_params()
-    if not gather:
-        return
-    chunks = {
-        id(chunk): chunk
-        for part in optimizer_parts(optimizer)
-        if isinstance(part, DistributedOptimizer)
-        for chunk in part.model_chunks
-    }
-    chunk: Any
-    for chunk in chunks.values():
-        chunk.start_param_sync()
-
-
-def set_num_updates(optimizer: Any, num_updates: int) -> None:
-    """Sets the number of updates that Adam has made: torch's Adam keeps it by parameter, fused ones by group."""
-    for part in optimizer_parts(optimizer):
-        if part.is_stub_optimizer:
-            continue
-        for state in part.optimizer.state.values():
-            if "step" in state:
-                state["step"].fill_(num_updates)
-        if not isinstance(part.optimizer, torch.optim.Adam):
-            for group in part.optimizer.param_groups:
-                # Not there yet before their first step, which would then begin to count.
-                group["step"] = num_updates
-
-
 def build_schedule(optimizer: Any, optim: OptimConfig) -> OptimizerParamScheduler:
     """Builds the schedule of the learning rate and makes its first step.
 
@@ -238,3 +171,80 @@ def build_schedule(optimizer: Any, optim: OptimConfig) -> OptimizerParamSchedule
     )
     schedule.step(increment=1)
     return schedule
+
+
+# --- gradients that are not finite ---
+
+
+class NonFiniteGradientError(UserError, FloatingPointError):
+    """Too many updates in a row had a gradient that is not finite."""
+
+
+class SkippedUpdates:
+    """Counts updates that were skipped in a row. Each method is collective, and every rank raises or none."""
+
+    def __init__(self, limit: int) -> None:
+        """Begins to count.  limit: this many in a row end the run (megatron.max_consecutive_skipped_updates)."""
+        self.limit = limit
+        self.in_a_row = 0
+
+    def applied(self) -> None:
+        """Notes that an update was applied, which ends the row of skipped ones."""
+        self.in_a_row = 0
+
+    def skipped(self, update: int, grad_norm: float, gradients: Iterable[Gradient]) -> None:
+        """Counts a skipped update, and warns on the lowest rank that has the first gradient that is not finite.
+
+        Raises NonFiniteGradientError at the limit.
+
+        update: number of the skipped update. grad_norm: over all ranks.
+        """
+        self.in_a_row += 1
+        rank, reason = first_nonfinite(gradients)
+        message = (
+            f"update {update} skipped on all ranks, no weight was changed: the gradient norm is {grad_norm}; {reason}"
+        )
+        if dist.get_rank() == rank:
+            logger.warning("%s; %d in a row, %d end the run", message, self.in_a_row, self.limit)
+        if self.in_a_row >= self.limit:
+            raise NonFiniteGradientError(
+                f"{message}. That is {self.in_a_row} skipped updates in a row, the limit of "
+                "megatron.max_consecutive_skipped_updates. Look at actor/grad_norm, the losses and the rewards of the "
+                "steps before. If the norm grew gradually, lower optim.lr or optim.clip_grad. If it jumped, inspect "
+                "that step's samples and advantages. With float16, try megatron.dtype=bfloat16. The last checkpoint "
+                "is from before these updates and can be resumed"
+            )
+
+    def overflowed(self, update: int, scale: float, next_scale: float) -> None:
+        """Logs a skip by which float16's loss scale finds its size: no sign of trouble, so it does not count."""
+        if dist.get_rank() == 0:
+            logger.info("update %d skipped: gradients overflow at loss scale %g, next %g", update, scale, next_scale)
+
+
+def first_nonfinite(gradients: Iterable[Gradient]) -> tuple[int, str]:
+    """Finds the first parameter, in the table's order, whose gradient is not finite. Collective.
+
+    Returns the lowest rank that has it and a description.
+    """
+    first_by_rank: list[tuple[int, int, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(first_by_rank, _first_here(gradients))
+    firsts = [first for first in first_by_rank if first is not None]
+    if not firsts:
+        return 0, "every value of it is finite, but the sum of their squares is not"
+    order, rank, text = min(firsts)
+    ranks = [str(other) for first_order, other, _ in sorted(firsts) if first_order == order]
+    return rank, f"first in {text} (rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)})"
+
+
+def _first_here(gradients: Iterable[Gradient]) -> tuple[int, int, str] | None:
+    """Finds this rank's first gradient that is not finite: (position, rank, text)."""
+    gradients = sorted(gradients, key=lambda gradient: gradient[0])
+    if not gradients:
+        return None
+    # One answer for all: a GPU is asked once, not once per parameter.
+    bad = torch.stack([~torch.isfinite(grad).all() for _, _, grad in gradients]).nonzero()
+    if not len(bad):
+        return None
+    order, name, grad = gradients[int(bad[0])]
+    num_bad = int((~torch.isfinite(grad)).sum())
+    return order, dist.get_rank(), f"{name}: {num_bad} of {grad.numel()} values are nan or inf"

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from scalerl.base import nvidia
-from scalerl.base.garbage import frozen_imports
 
 CPU = torch.device("cpu")
 
@@ -87,8 +86,7 @@ def _import_megatron_without_compiler() -> None:
     """
     compile, torch.compile = torch.compile, lambda function: function
     try:
-        with frozen_imports():
-            from megatron.core import jit
+        from megatron.core import jit
 
         # Of the modules that are imported later.
         jit.disable_jit_fuser()

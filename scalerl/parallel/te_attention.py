@@ -12,8 +12,8 @@ from torch import Tensor
 
 from scalerl.config.transformer_engine import transformer_engine_version, transformer_engine_violations
 from scalerl.parallel import platform
+from scalerl.parallel.attention import rotate_queries_and_keys
 from scalerl.parallel.micro_batch import Packing
-from scalerl.parallel.rotary import rotate_queries_and_keys
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig

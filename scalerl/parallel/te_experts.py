@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -11,7 +11,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from scalerl.config.transformer_engine import expert_violations, transformer_engine_version
 from scalerl.parallel import platform
-from scalerl.parallel.cpu_kernels import swiglu
 from scalerl.parallel.expert_weights import mark_of_experts, sharded_experts
 
 
@@ -36,7 +35,7 @@ def transformer_engine_experts() -> ModuleSpec:
 
 def experts_of(linear_fc1: Any, linear_fc2: Any) -> ModuleSpec:
     """The spec of experts in these two classes of megatron's grouped linear layers."""
-    linear = MLPSubmodules(linear_fc1, cast("Any", swiglu), linear_fc2)
+    linear = MLPSubmodules(linear_fc1=linear_fc1, linear_fc2=linear_fc2)
     return ModuleSpec(module=TransformerEngineExperts, submodules=linear)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
 
 from scalerl.algorithms import KLController
-from scalerl.base.garbage import collect_garbage
 from scalerl.base.random_states import seed_generators
 from scalerl.base.user_code import absolute
 from scalerl.batch import SizeKeys
@@ -49,8 +49,8 @@ from scalerl.trainer.run_description import describe
 from scalerl.trainer.run_host import RunHost, is_val_only, log_directory
 from scalerl.trainer.sample_stream import SampleStream
 from scalerl.trainer.saving import checkpoints
+from scalerl.trainer.saving.checkpoints import OWN_FILES, own_files
 from scalerl.trainer.saving.saves import Saves
-from scalerl.trainer.saving.user_file_digests import OWN_FILES, own_files
 from scalerl.trainer.step_metrics import MfuBasis
 
 # For the report of a hang: stacks and flight records of all ranks.
@@ -139,7 +139,8 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, host: RunHost) -> Iterator[Run]:
         seed_generators(cfg.data.seed)
         if resumed.directory is not None:
             load(run, resumed)
-        collect_garbage()
+        # What an earlier run of this process left.
+        gc.collect()
         if resumed.directory is not None:
             for line in checkpoints.resumed_lines(resumed, cfg, attention):
                 tracker.message(line)

@@ -22,7 +22,7 @@ from scalerl.config.schema import AlgorithmConfig
 from scalerl.rollout.sampling.groups import EarlyEnd, SampleGroup
 from scalerl.rollout.sampling.rollout import Finished, Generation
 from scalerl.tracking.metrics import Metrics
-from scalerl.trainer.ranks.save_calls import Writing
+from scalerl.trainer.ranks.worker import Writing
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from scalerl.base.garbage import frozen_imports
 from scalerl.base.user_code import forget_files
 from scalerl.cluster.device import devices_line
 from scalerl.config import asked_text, batch_table, jobs_of, run_jobs, total_steps
@@ -62,10 +61,9 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
             return 0
 
         # Imported here: --help and a configuration that cannot be read must not wait for torch.
-        with frozen_imports():
-            from scalerl.trainer.checks.models import learning_rate_line
-            from scalerl.trainer.checks.preflight import check_ppo
-            from scalerl.trainer.saving import checkpoints
+        from scalerl.trainer.checks.models import learning_rate_line
+        from scalerl.trainer.checks.preflight import check_ppo
+        from scalerl.trainer.saving import checkpoints
 
         phases.begin("data")
         inputs = check_ppo(cfg, digests=not dry_run)
@@ -85,11 +83,10 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
             return 0
 
         # A dry run does without torch's checkpoints.
-        with frozen_imports():
-            from scalerl.trainer.build import ppo_run
-            from scalerl.trainer.custom_fit import call_fit
-            from scalerl.trainer.ppo import fit
-            from scalerl.trainer.run_host import run_host
+        from scalerl.trainer.build import ppo_run
+        from scalerl.trainer.custom_fit import call_fit
+        from scalerl.trainer.ppo import fit
+        from scalerl.trainer.run_host import run_host
 
         def trained(inputs: PPOInputs) -> Run:
             with ppo_run(cfg, inputs, host) as run:

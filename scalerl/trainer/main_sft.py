@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from scalerl.base.garbage import frozen_imports
 from scalerl.base.user_code import forget_files
 from scalerl.cluster.device import devices_line
 from scalerl.config import asked_text, jobs_of, run_jobs, total_steps
@@ -58,10 +57,9 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
             print(finished_text(last, cfg.trainer, "model.path", cfg.model.path), flush=True)
             return 0
 
-        with frozen_imports():
-            from scalerl.trainer.checks.models import learning_rate_line
-            from scalerl.trainer.checks.preflight import check_sft
-            from scalerl.trainer.saving import checkpoints
+        from scalerl.trainer.checks.models import learning_rate_line
+        from scalerl.trainer.checks.preflight import check_sft
+        from scalerl.trainer.saving import checkpoints
 
         phases.begin("data")
         inputs = check_sft(cfg, digests=not dry_run)
@@ -84,9 +82,8 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
             print(checkpoints.dry_run_text(inputs.resumed))
             return 0
 
-        with frozen_imports():
-            from scalerl.trainer.run_host import run_host
-            from scalerl.trainer.sft import fit, sft_run
+        from scalerl.trainer.run_host import run_host
+        from scalerl.trainer.sft import fit, sft_run
 
         def trained(inputs: SFTInputs) -> SFTRun:
             with sft_run(cfg, inputs, host) as run:

@@ -23,7 +23,7 @@ from scalerl.trainer.profiling import profiled
 from scalerl.trainer.ranks.worker import MegatronWorker
 from scalerl.trainer.sample_stream import SampleStream
 from scalerl.trainer.saving import checkpoints
-from scalerl.trainer.saving.saves import Saves
+from scalerl.trainer.saving.saves import SavedModel, Saves
 from scalerl.trainer.step_advantages import add_greedy_baseline, estimate_advantages, needs_greedy_baseline
 from scalerl.trainer.step_metrics import MfuBasis, StepOutcome, no_contrast, step_metrics
 
@@ -260,11 +260,9 @@ def save(run: Run, state: dict[str, Any] | None = None) -> None:
     It becomes a checkpoint once the step is logged (`log_step`), at the latest with the next save or the run's end.
     """
     cfg, actor, critic = run.config, run.actor, run.critic
-    models = {"actor": checkpoints.SavedModel(actor.save, cfg.actor_rollout_ref.model.path, begin=actor.begin_save)}
+    models = {"actor": SavedModel(actor.save, cfg.actor_rollout_ref.model.path, begin=actor.begin_save)}
     if critic is not None:
-        models["critic"] = checkpoints.SavedModel(
-            critic.save, cfg.critic.model.path, head="value", begin=critic.begin_save
-        )
+        models["critic"] = SavedModel(critic.save, cfg.critic.model.path, head="value", begin=critic.begin_save)
     with run.rollout.lend_device():
         run.saves.save(
             run.step,

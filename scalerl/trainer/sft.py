@@ -26,13 +26,12 @@ from scalerl.trainer.checks.preflight import SFTInputs
 from scalerl.trainer.console_texts import length_of_epochs
 from scalerl.trainer.planners import PackingRules
 from scalerl.trainer.profiling import profiled
-from scalerl.trainer.ranks.save_calls import begin_rank_saves
 from scalerl.trainer.ranks.sft_worker import SFTWorker
-from scalerl.trainer.ranks.worker import MegatronWorker
+from scalerl.trainer.ranks.worker import MegatronWorker, begin_rank_saves
 from scalerl.trainer.run_host import RunHost
 from scalerl.trainer.saving import checkpoints
-from scalerl.trainer.saving.saves import Saves
-from scalerl.trainer.saving.user_file_digests import OWN_FILES, own_files
+from scalerl.trainer.saving.checkpoints import OWN_FILES, own_files
+from scalerl.trainer.saving.saves import SavedModel, Saves
 from scalerl.trainer.step_metrics import MfuBasis
 
 
@@ -153,7 +152,7 @@ def save(run: SFTRun) -> None:
     begin = functools.partial(begin_rank_saves, run.workers, "actor")
     run.saves.save(
         run.step,
-        {"actor": checkpoints.SavedModel(write, run.config.model.path, begin=begin)},
+        {"actor": SavedModel(write, run.config.model.path, begin=begin)},
         {"prompts": run.rows.state_dict(), "mlflow_run_id": run.tracker.run_id},
         # No step runs beside the last save.
         wait=run.step >= run.total_steps or run.stop.requested,

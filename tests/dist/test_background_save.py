@@ -13,10 +13,8 @@ import torch
 from scalerl.checkpoint import pieces
 from scalerl.checkpoint.digest import digest_of_file
 from scalerl.checkpoint.store import CheckpointWriteError
-from scalerl.parallel import checkpoint
-from scalerl.parallel.background_save import BackgroundSave
-from scalerl.parallel.host_copy import HostCopy
-from scalerl.parallel.optimizer import main_tensors
+from scalerl.parallel import checkpoint, restore
+from scalerl.parallel.checkpoint import BackgroundSave, HostCopy, main_tensors
 from tests.dist.launch import run_ranks
 from tests.dist.trainee import Trainee
 from tests.tiny_models import make_tiny_model
@@ -96,7 +94,7 @@ def change_while_copying(model: str, layout: tuple[int, int, int], root: str) ->
     changes: dict[str, Callable[[], object]] = {
         "update": trainee.update,
         "to_host": engine.to_host,
-        "load": lambda: checkpoint.load_engine(engine, first),
+        "load": lambda: restore.load_engine(engine, first),
     }
     for name, change in changes.items():
         trainee.update()

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from scalerl.merge import merge
-from scalerl.parallel import checkpoint
-from scalerl.trainer.saving import checkpoints
+from scalerl.parallel import checkpoint, restore
+from scalerl.trainer.saving.saves import SavedModel
 from tests import whole_saves
 from tests.dist import layouts
 from tests.dist.launch import run_ranks
@@ -147,7 +147,7 @@ def load_and_train(
     refusals = {name: refusal(trainer, directory) for name, directory in others.items()}
     continued = {}
     for name, directory in saved.items():
-        checkpoint.load_engine(trainer.engine, directory)
+        restore.load_engine(trainer.engine, directory)
         # A mapped file would be kept by NFS as another one, so that rotation could not remove the directory.
         assert directory not in Path("/proc/self/maps").read_text(), "a file of the checkpoint stays mapped"
         continued[name] = trainer.go_on()
@@ -159,8 +159,8 @@ def load_and_train(
 
 def refusal(trainer: Trainer, directory: str) -> str:
     before = trainer.memory()
-    with pytest.raises(checkpoint.CheckpointMismatchError) as error:
-        checkpoint.load_engine(trainer.engine, directory)
+    with pytest.raises(restore.CheckpointMismatchError) as error:
+        restore.load_engine(trainer.engine, directory)
     assert all(torch.equal(*pair) for pair in zip(trainer.memory(), before, strict=True)), "a refused load left traces"
     return str(error.value)
 
@@ -198,7 +198,7 @@ class Saved:
             sizes = self.layouts[name]
             self.continued[name] = run_ranks(sizes["world_size"], train_and_save, str(self.model), sizes, directory)
 
-        models = {"actor": checkpoints.SavedModel(write, str(self.model))}
+        models = {"actor": SavedModel(write, str(self.model))}
         return str(whole_saves.save(str(self.root / name), 7, models, state={}, keep=None) / "actor")
 
     def goes_on(self, layout: str, sources: Sequence[str], *others: Any) -> list[dict[str, str]]:
@@ -304,7 +304,7 @@ def test_the_comparison_sees_a_lost_optimizer(saved: Saved, broken: str) -> None
 
 
 def without_moments(optimizer: Any) -> Iterator[Any]:
-    from scalerl.parallel.optimizer import main_tensors
+    from scalerl.parallel.checkpoint import main_tensors
 
     for parameter, start, tensors, is_range in main_tensors(optimizer):
         yield parameter, start, {"param": tensors["param"]}, is_range
@@ -313,10 +313,10 @@ def without_moments(optimizer: Any) -> Iterator[Any]:
 def load_broken(model: str, directory: str, broken: str) -> Continued:
     trainer = Trainer(model, LAYOUTS["one"])
     if broken == "lost_step":
-        checkpoint.set_num_updates = lambda optimizer, num_updates: None
+        restore.set_num_updates = lambda optimizer, num_updates: None
     else:
-        checkpoint.main_tensors = without_moments
-    checkpoint.load_engine(trainer.engine, directory)
+        restore.main_tensors = without_moments
+    restore.load_engine(trainer.engine, directory)
     return trainer.go_on()
 
 

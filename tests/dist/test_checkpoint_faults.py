@@ -15,8 +15,8 @@ from scalerl.checkpoint import store
 from scalerl.checkpoint.digest import BLOCK_BYTES
 from scalerl.checkpoint.errors import DamagedCheckpointError
 from scalerl.checkpoint.torch_dist import DistCheckpoint
-from scalerl.parallel import checkpoint
-from scalerl.trainer.saving import checkpoints
+from scalerl.parallel import checkpoint, restore
+from scalerl.trainer.saving.saves import SavedModel
 from tests.dist.launch import run_ranks
 from tests.filesystems import mounted, slow, with_quota
 from tests.tiny_models import make_tiny_model
@@ -50,7 +50,7 @@ def load_errors(model: str, directories: list[str], dtype: str = "float32") -> l
     errors = []
     for directory in directories:
         try:
-            checkpoint.load_engine(engine, directory)
+            restore.load_engine(engine, directory)
             errors.append("")
         except DamagedCheckpointError as error:
             errors.append(str(error))
@@ -109,7 +109,7 @@ def test_a_checkpoint_counts_where_an_older_one_cannot_be_removed(tmp_path: Path
     """Which is named, and removed the next time: mount points stand for what NFS keeps of a file that is open."""
 
     def save(root: Path, step: int, keep: int | None) -> Path:
-        files = {"actor": checkpoints.SavedModel(lambda at: (Path(at) / "data").write_text("data"), str(no_model))}
+        files = {"actor": SavedModel(lambda at: (Path(at) / "data").write_text("data"), str(no_model))}
         return save_whole(str(root), step, files, state={}, keep=keep)
 
     (no_model := tmp_path / "model").mkdir()
@@ -134,7 +134,7 @@ def test_a_checkpoint_counts_where_an_older_one_cannot_be_removed(tmp_path: Path
 def test_a_run_on_a_full_disk_leaves_the_room_to_others(model: Path, tmp_path: Path) -> None:
     """And the checkpoint before stays."""
     with mounted(tmp_path / "run", "size=3m") as root:
-        models = {"actor": checkpoints.SavedModel(lambda d: run_ranks(WORLD_SIZE, save, str(model), d), str(model))}
+        models = {"actor": SavedModel(lambda d: run_ranks(WORLD_SIZE, save, str(model), d), str(model))}
         whole = save_whole(str(root), 1, models, state={}, keep=None)
         with pytest.raises(AssertionError, match="No space left on device"):
             save_whole(str(root), 2, models, state={}, keep=None)
@@ -144,7 +144,7 @@ def test_a_run_on_a_full_disk_leaves_the_room_to_others(model: Path, tmp_path: P
 
 def save_slowly(model: str, directory: str) -> None:
     """Waits for one save, and begins another one in the background, which is still written when `begin` returns."""
-    from scalerl.parallel.background_save import BackgroundSave
+    from scalerl.parallel.checkpoint import BackgroundSave
 
     engine, saves = _engine(model), BackgroundSave()
     checkpoint.save_engine(engine, f"{directory}/waited")
@@ -169,7 +169,7 @@ def save(model: str, directory: str) -> None:
 
 @pytest.fixture(scope="module")
 def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    models = {"actor": checkpoints.SavedModel(lambda d: run_ranks(WORLD_SIZE, save, str(model), d), str(model))}
+    models = {"actor": SavedModel(lambda d: run_ranks(WORLD_SIZE, save, str(model), d), str(model))}
     return save_whole(str(tmp_path_factory.mktemp("run")), 1, models, state={}, keep=None)
 
 

@@ -16,8 +16,9 @@ from scalerl.checkpoint.pieces import MAX_PIECE_BYTES
 from scalerl.checkpoint.torch_dist import DistCheckpoint
 from scalerl.extras.plan.plan import CHECKPOINT_PIECE_BYTES
 from scalerl.models import ModelShape, family_of
-from scalerl.parallel import checkpoint
-from scalerl.trainer.saving.checkpoints import SavedModel, find_resume_point
+from scalerl.parallel import checkpoint, restore
+from scalerl.trainer.saving.checkpoints import find_resume_point
+from scalerl.trainer.saving.saves import SavedModel
 from tests.dist.launch import run_ranks
 from tests.dist.test_load_memory import CLEAR_REFS, resident_bytes
 from tests.whole_saves import save as save_whole
@@ -67,10 +68,9 @@ def read_bytes() -> int:
 
 def save_and_load(model: str, directory: str) -> dict[str, int]:
     from scalerl.config.schema import MegatronConfig, OptimConfig
-    from scalerl.parallel.background_save import BackgroundSave
+    from scalerl.parallel.checkpoint import BackgroundSave, main_tensors
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.parallel.layout import Layout, initialize
-    from scalerl.parallel.optimizer import main_tensors
 
     groups = initialize(Layout(WORLD_SIZE), backend="gloo", timeout_s=60, seed=1)
     engine = MegatronEngine(model, MegatronConfig(dtype="bfloat16"), groups, optim=OptimConfig())
@@ -88,12 +88,12 @@ def save_and_load(model: str, directory: str) -> dict[str, int]:
     num_bytes["written_beside"] = measured(beside.close)
     for tensor in held:
         tensor.detach().fill_(torch.nan)
-    num_bytes["load"] = measured(lambda: checkpoint.load_engine(engine, directory))
+    num_bytes["load"] = measured(lambda: restore.load_engine(engine, directory))
     assert all(bool((tensor == number).all()) for number, tensor in enumerate(held))
     num_parameters = sum(parameter.numel() for parameter in engine.chunks[0].parameters())
     # What is read once more is code, and files of a few bytes.
     before = read_bytes()
-    checkpoint.load_engine(engine, directory)
+    restore.load_engine(engine, directory)
     num_bytes["read"] = read_bytes() - before
     return num_bytes | {"shard": sum(tensor.nbytes for tensor in held), "state": STATE_BYTES * num_parameters}
 

@@ -359,10 +359,10 @@ def train_and_save(model: str, layout: dict[str, int], directory: str) -> tuple[
 
 
 def load_and_train(model: str, layout: dict[str, int], directory: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    from scalerl.parallel import checkpoint
+    from scalerl.parallel import restore
 
     rank = Rank(model, layout)
-    checkpoint.load_engine(rank.engine, directory)
+    restore.load_engine(rank.engine, directory)
     loaded = rank.exported()
     rank.update()
     return loaded, rank.exported()

@@ -149,9 +149,9 @@ def test_four_ranks_replicas_and_a_critic(tmp_path: Path) -> None:
     run_ranks(4, save_all, [*saves, critic])
     for save in saves:
         assert_merged(save, model, tmp_path / f"merged {Path(save.directory).name}")
-    with FsdpCheckpoint(saves[1].directory) as stored:
-        ranks = {shard.rank for tensor in stored.tensors.values() for shard in tensor.shards}
-        assert ranks == {0, 1}, "what two replicas hold is read once"
+    stored = FsdpCheckpoint(saves[1].directory)
+    ranks = {shard.rank for tensor in stored.tensors.values() for shard in tensor.shards}
+    assert ranks == {0, 1}, "what two replicas hold is read once"
 
     merge_fsdp(critic.directory, tmp_path / "merged critic", dtype="float32")
     loaded, info = AutoModelForTokenClassification.from_pretrained(tmp_path / "merged critic", output_loading_info=True)

@@ -46,7 +46,7 @@ def update(trainee: Trainee) -> tuple[dict[str, float], bool]:
 
 
 def main_parameters(trainee: Trainee) -> list[torch.Tensor]:
-    from scalerl.parallel.optimizer import main_tensors
+    from scalerl.parallel.checkpoint import main_tensors
 
     return [tensors["param"].detach().clone() for _, _, tensors, _ in main_tensors(trainee.engine.optimizer)]
 
@@ -73,7 +73,7 @@ def train(model: str, megatron: dict[str, Any], fused: bool, directory: str) -> 
 
 def resume(model: str, megatron: dict[str, Any], fused: bool, directory: str) -> Any:
     """A new engine that loads the checkpoint, and its two updates."""
-    from scalerl.parallel.checkpoint import load_engine
+    from scalerl.parallel.restore import load_engine
 
     trainee = make_trainee(model, megatron, fused)
     load_engine(trainee.engine, directory)
@@ -169,7 +169,7 @@ def train_with_another(model: str, megatron: dict[str, Any], directory: str) -> 
 
 
 def resume_with_another(model: str, megatron: dict[str, Any], directory: str, step: int) -> Any:
-    from scalerl.parallel.checkpoint import load_engine
+    from scalerl.parallel.restore import load_engine
 
     with another_adam():
         trainee = Trainee(model, (1, 1, 2), **megatron)

@@ -142,8 +142,7 @@ def measured_and_planned(
     from scalerl.config.schema import MegatronConfig, ModelConfig, SFTConfig, SFTDataConfig, SFTTrainerConfig
     from scalerl.extras.plan.plan import memory_plan
     from scalerl.models import ModelShape
-    from scalerl.parallel.checkpoint import own_share
-    from scalerl.parallel.host_copy import HostCopy
+    from scalerl.parallel.checkpoint import HostCopy, own_share
     from tests.dist.trainee import Trainee
 
     trainee = Trainee(model, layout, **megatron)

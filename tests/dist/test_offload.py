@@ -149,8 +149,9 @@ def test_a_part_comes_back_as_one_flat_storage(model: str, distributed: bool) ->
 
 
 def refusals(model: str, layout: tuple[int, int, int], directory: str) -> Any:
-    from scalerl.parallel.checkpoint import load_engine, save_engine
+    from scalerl.parallel.checkpoint import save_engine
     from scalerl.parallel.offload import OffloadedError
+    from scalerl.parallel.restore import load_engine
 
     trainee = Trainee(model, layout)
     trainee.update()
@@ -194,7 +195,8 @@ def test_work_that_needs_what_is_away_is_refused(model: str, tmp_path: Path) -> 
 
 def resumed(model: str, layout: tuple[int, int, int], directory: str, away: bool) -> Any:
     """Saves after an update, changes everything, loads, and goes on; away: with moves to the host around each."""
-    from scalerl.parallel.checkpoint import load_engine, save_engine
+    from scalerl.parallel.checkpoint import save_engine
+    from scalerl.parallel.restore import load_engine
 
     trainee = Trainee(model, layout, dtype="bfloat16", param_offload=away, grad_offload=away, optimizer_offload=away)
     trainee.engine.leave_device()
@@ -248,7 +250,8 @@ def test_a_frozen_model_comes_and_goes(model: str) -> None:
 def reading(model: str, layout: tuple[int, int, int], distributed: bool, leaves: bool) -> Any:
     """Rounds of log-probs, update, export, save: numbers, state, and how many bytes went to the host after each."""
     from scalerl.parallel import offload
-    from scalerl.parallel.checkpoint import load_engine, save_engine
+    from scalerl.parallel.checkpoint import save_engine
+    from scalerl.parallel.restore import load_engine
 
     keys = ("param_offload", "grad_offload", "optimizer_offload")
     megatron = {"dtype": "bfloat16", "use_distributed_optimizer": distributed} | dict.fromkeys(keys, leaves)

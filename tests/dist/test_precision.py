@@ -195,7 +195,7 @@ class _Warnings(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.texts: list[str] = []
-        logging.getLogger("scalerl.parallel.nonfinite").addHandler(self)
+        logging.getLogger("scalerl.parallel.optimizer").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
@@ -290,7 +290,7 @@ def test_a_skipped_update_leaves_router_biases_alone(tmp_path_factory: pytest.Te
 
 def stopped(model: str, layout: tuple[int, int, int], megatron: dict[str, Any]) -> Any:
     """Skips two of three, an update between them; then skips until the run stops."""
-    from scalerl.parallel.nonfinite import NonFiniteGradientError
+    from scalerl.parallel.optimizer import NonFiniteGradientError
 
     trainee = Trainee(model, layout, max_consecutive_skipped_updates=2, **megatron)
     attach = poison(0, 1, math.nan)

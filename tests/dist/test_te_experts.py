@@ -135,8 +135,6 @@ def three_kinds(model: str, layout: dict[str, int]) -> dict[str, tuple[dict[str,
     sizes = torch.arange(num_local) * 3 % 7
     outcome = {}
     for kind, spec in kinds.items():
-        # megatron's own SwiGLU in megatron's own module.
-        config.use_te_activation_func = kind != "sequential"
         experts: Any = build_module(spec, num_local, config, pg_collection=get_default_pg_collection())
         layer = torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"experts": experts})})
         generator = torch.Generator().manual_seed(torch.distributed.get_rank())
@@ -196,10 +194,10 @@ def train(model: str, layout: dict[str, int], impl: str, directory: str | None =
 
 
 def resume(model: str, layout: dict[str, int], impl: str, directory: str) -> Outcome:
-    from scalerl.parallel import checkpoint
+    from scalerl.parallel import restore
 
     rank = make_rank(model, layout, impl)
-    checkpoint.load_engine(rank.engine, directory)
+    restore.load_engine(rank.engine, directory)
     saved = rank.exported()
     return {"updates": [rank.update()], "saved": saved, "weights": rank.exported()}
 

@@ -255,7 +255,8 @@ def test_from_a_language_model(family: str, tmp_path: Path) -> None:
 
 def train_save_and_load(model: str, sizes: dict[str, int], directory: str) -> tuple[dict, dict, dict]:
     """Weights when saved; of another engine that loaded them; and its next update beside the first one's."""
-    from scalerl.parallel.checkpoint import load_engine, save_engine
+    from scalerl.parallel.checkpoint import save_engine
+    from scalerl.parallel.restore import load_engine
 
     groups = start(sizes)
     engine = build(model, groups, {})

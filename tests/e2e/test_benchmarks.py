@@ -293,23 +293,6 @@ def test_embedded_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_cpu_attention(tmp_path: Path) -> None:
-    result = run_benchmark(
-        "cpu_attention.py", tmp_path / "result.json",
-        *("--prompts", "5", "--n", "2", "--short-len", "4", "3", "--mean-len", "9", "--max-len", "20"),
-        *("--max-num-seqs", "8", "--hidden", "64", "--layers", "1", "--repeats", "2", "--warmup", "0"),
-    )  # fmt: skip
-    assert result.keys() == {"short", "ragged", "prompts"}
-    assert result["short"]["num_tokens"] == 30
-    for load in result.values():
-        # Processor time may round to nothing.
-        assert_positive(load, may_be_zero=("/server_cpu_s", "/less_processor_time"))
-        rates = load["tokens_per_s"]
-        assert rates["loop"] == pytest.approx(load["num_tokens"] / load["seconds"]["loop"]["median"])
-        assert load["speed_up"] == pytest.approx(rates["batched"] / rates["loop"])
-
-
-@pytest.mark.full
 def test_first_hour(tmp_path: Path) -> None:
     """A run of one step, found finished, merged and served; the benchmark looks after its processes itself."""
     result = run_benchmark(

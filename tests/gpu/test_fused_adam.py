@@ -41,8 +41,9 @@ def use_usual_adam(optimizer: Any) -> None:
 
 def train(model: str, dtype: str, fused: bool, directory: str) -> dict[str, Any]:
     """Updates with the model on the host before each, a checkpoint, and what a new engine loads from it."""
-    from scalerl.parallel.checkpoint import load_engine, save_engine
-    from scalerl.parallel.optimizer import main_tensors, optimizer_parts
+    from scalerl.parallel.checkpoint import main_tensors, save_engine
+    from scalerl.parallel.optimizer import optimizer_parts
+    from scalerl.parallel.restore import load_engine
 
     trainee = Trainee(model, (1, 1, 1), dtype=dtype)
     if not fused:

@@ -68,7 +68,8 @@ def test_the_peak_of_an_update_is_what_is_planned(tmp_path: Path, recompute: str
 
 def save_and_load(model: str, directory: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The state after an update, and that of an engine that was changed once more and then loaded it."""
-    from scalerl.parallel.checkpoint import load_engine, save_engine
+    from scalerl.parallel.checkpoint import save_engine
+    from scalerl.parallel.restore import load_engine
 
     trainee = Trainee(model, (1, 1, 1), dtype="bfloat16")
     trainee.update()

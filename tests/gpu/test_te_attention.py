@@ -56,10 +56,10 @@ def attend(
     from scalerl.config.schema import MegatronConfig
     from scalerl.models import ModelShape
     from scalerl.parallel import platform
+    from scalerl.parallel.attention import Rotary
     from scalerl.parallel.layout import Layout, initialize
     from scalerl.parallel.micro_batch import pack_rows
     from scalerl.parallel.model import core_attention, transformer_config
-    from scalerl.parallel.rotary import Rotary
     from tests.gpu.isolated import TIMEOUT_S
 
     dist.init_process_group(platform.backend())

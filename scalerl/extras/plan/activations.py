@@ -46,8 +46,8 @@ class _Sizes:
 
     @property
     def is_fused(self) -> bool:
-        """Whether a norm and a SwiGLU are one operation each: on a GPU, and on the CPU in float32 (`cpu_kernels`)."""
-        return not self.on_cpu or self.itemsize == FLOAT
+        """Whether a norm and a SwiGLU are one operation each, as on a GPU."""
+        return not self.on_cpu
 
     def norm(self, width: float) -> float:
         """Bytes per token kept of an RMSNorm: its input and a float32 number; else float32 input and output."""
@@ -169,18 +169,17 @@ def _routed_tokens(sizes: _Sizes) -> float:
 def _working(sizes: _Sizes, is_mixture: bool) -> float:
     """Bytes per token of the gradients that a layer's backward pass holds in addition to kept tensors, at their peak.
 
-    They are those of the residual and of an MLP's inner tensors: in one operation the product's is freed when gate and
-    up have theirs, else the tensors that were kept are freed as fast, and so of experts on a CPU. Sequence parallelism
-    gathers all tokens of the residual's gradient, and on a GPU of a matrix' input again.
+    They are the gradients of the residual and of an MLP's inner tensors. On a GPU the product's gradient is freed when
+    gate and up have theirs; on a CPU the tensors that were kept are freed as fast. Sequence parallelism gathers all
+    tokens of the residual's gradient, and on a GPU of a matrix' input again.
     """
     shape, layout = sizes.shape, sizes.layout
-    on_gpu = 1 if sizes.on_cpu else 2
-    gathered = sizes.itemsize * shape.hidden_size * on_gpu if sizes.part < 1 else 0.0
-    # Measured on a CPU: while gate and up get theirs, the residual's is there once.
-    residual = (1 if sizes.on_cpu and sizes.is_fused and not is_mixture else 2) * sizes.hidden + gathered
+    inner = 1 if sizes.on_cpu else 2
+    gathered = sizes.itemsize * shape.hidden_size * inner if sizes.part < 1 else 0.0
+    residual = 2 * sizes.hidden + gathered
     if not is_mixture:
-        return residual + (1 + sizes.is_fused) * sizes.itemsize * shape.ffn_hidden_size / layout.tp_size
-    routed = on_gpu * shape.moe_ffn_hidden_size / layout.etp_size + shape.hidden_size
+        return residual + inner * sizes.itemsize * shape.ffn_hidden_size / layout.tp_size
+    routed = inner * shape.moe_ffn_hidden_size / layout.etp_size + shape.hidden_size
     return residual + _routed_tokens(sizes) * sizes.itemsize * routed
 
 

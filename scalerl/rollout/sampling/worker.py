@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from scalerl.base.garbage import collect_garbage, collect_rarely
 from scalerl.base.user_code import forget_files, import_files
 from scalerl.batch.data_proto import DataProto
 from scalerl.cluster.pools import Reusable
@@ -157,9 +156,6 @@ class RolloutWorker(HeldBatches, Reusable):
         self.servers = list(range(len(replicas))) if servers is None else list(servers)
         self.early_ends = EarlyEndCount(number, workers)
         self._replacements = Replacements(clients, replicas)
-        # Answers are millions of small objects.
-        collect_garbage()
-        collect_rarely()
 
     @property
     def clients(self) -> list[RolloutClient]:

@@ -41,8 +41,7 @@ from scalerl.tracking.metrics import Metric, Metrics, explained_variance_metrics
 from scalerl.trainer.contracts import Pass
 from scalerl.trainer.ranks.rl_worker import RLWorker
 from scalerl.trainer.ranks.run_estimators import SAMPLE_NAMES
-from scalerl.trainer.ranks.save_calls import Writing, begin_rank_saves
-from scalerl.trainer.ranks.worker import MegatronWorker
+from scalerl.trainer.ranks.worker import MegatronWorker, Writing, begin_rank_saves
 
 # Columns that a loss may need without naming what brings them: `TOKENS`, the old log-probs with the columns of the
 # correction, the advantages with the returns; `update_actor` makes the last one.

@@ -1,45 +1,32 @@
-"""When a run saves, what a checkpoint holds, and where a run resumes."""
+"""The checkpoint that a run resumes from, the changes since that checkpoint, and a run's messages about checkpoints."""
 
 from __future__ import annotations
 
-import json
+import hashlib
 import re
 import shlex
 import shutil
 import sys
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from scalerl.base.code_version import code_version
-from scalerl.base.files import set_chat_template
 from scalerl.checkpoint.mirror import Mirror
 from scalerl.checkpoint.store import (
     RNG,
-    Best,
-    CheckpointWriteError,
     check_checkpoint,
     checkpoint_to_resume,
-    commit,
     read_trainer_state,
-    rotate,
     step_of,
-    write_trainer_state,
 )
 from scalerl.config import PPOConfig, SFTConfig, trained_layout
-from scalerl.config.save import RESOLVED_CONFIG, read_resolved, save_resolved
+from scalerl.config.save import RESOLVED_CONFIG, read_resolved
 from scalerl.config.schema import RunConfig
 from scalerl.config.value_checks import show
-from scalerl.models import Head, ModelShape, copy_beside_weights, value_model_config
+from scalerl.models import ModelShape
 from scalerl.tracking.backend import flat_config
-from scalerl.trainer.saving.user_file_digests import changed_files
-
-if TYPE_CHECKING:
-    # Imports torch's checkpoints, with SymPy: a second that what only checks a run does without.
-    from scalerl.trainer.ranks.save_calls import Writing
 
 # Fields of ModelShape that may differ between a checkpoint's model and the model of the run that resumes from it.
 _NOT_ARCHITECTURE = ("dtype", "eos_token_ids", "max_position_embeddings")
@@ -48,6 +35,19 @@ _NOT_ARCHITECTURE = ("dtype", "eos_token_ids", "max_position_embeddings")
 CODE = "code"
 # Key of the trainer state with the FlashAttention of the ranks that saved it; null: torch's own.
 FLASH_ATTENTION = "flash_attention"
+# Key of the trainer state with the digests: configuration key -> path -> SHA-256 of the text.
+OWN_FILES = "own_files"
+# Configuration keys that name files of the user that a run reads. Data has other checks; a model is compared tensor
+# by tensor.
+OWN_FILE_KEYS = (
+    "trainer.import_files",
+    "trainer.custom_fit.path",
+    "custom_reward_function.path",
+    "reward_model.judge.prompt_path",
+    "actor_rollout_ref.rollout.program.path",
+    "data.custom_cls.path",
+    "data.chat_template_path",
+)
 # A message names at most so many changed keys.
 _MAX_CHANGES = 30
 
@@ -119,21 +119,6 @@ def _newest(root: str, mirror: str, passed_over: Mapping[Path, str] | None) -> s
     if fetched is None and problem is not None:
         raise problem
     return fetched or latest
-
-
-@dataclass(frozen=True)
-class SavedModel:
-    """A model to save in a checkpoint. write: writes its distributed checkpoint into a directory.
-
-    begin: starts to write the weights as they are now; its result (`Writing`) waits until all files are written.
-    model_path: the model that training started from; its configuration and tokenizer are saved with the weights.
-    head: the head that the model has now.
-    """
-
-    write: Callable[[str], object]
-    model_path: str
-    head: Head = "lm"
-    begin: Callable[[str], Writing] | None = None
 
 
 def check_same_model(resumed: Resumed, shape: ModelShape, model_path: str, role: str = "actor") -> None:
@@ -212,94 +197,6 @@ def _described(code: Mapping[str, str]) -> str:
     return code.get("version", "?") + (f" (commit {code['commit']})" if "commit" in code else "")
 
 
-def write(
-    tmp: Path,
-    root: str,
-    step: int,
-    models: Mapping[str, SavedModel],
-    *,
-    state: dict[str, Any],
-    config: PPOConfig | SFTConfig | None = None,
-    roles: Collection[str] = (),
-    chat_template: str | None = None,
-) -> None:
-    """Writes all of a checkpoint into `tmp`, which begin_save created; it counts for nothing until `publish`.
-
-    config: of the run, saved beside the models.  roles: the models that the run trains.
-    chat_template: the run's own (data.chat_template_path), saved with every model; None: each keeps its own.
-    Raises CheckpointWriteError, also if one of `roles` was not written.
-    """
-    with _removed_on_failure(tmp, root, step):
-        for role, model in models.items():
-            directory = tmp / role
-            directory.mkdir(exist_ok=True)
-            model.write(str(directory))
-            _describe(model, directory / "huggingface", chat_template)
-        if missing := sorted(role for role in roles if not _has_weights(tmp / role)):
-            raise CheckpointWriteError(
-                f"{root}: the checkpoint of step {step} was not written: the run trains {', '.join(sorted(roles))}, "
-                f"and nothing was saved of {', '.join(missing)}"
-            )
-        if config is not None:
-            save_resolved(config, tmp / RESOLVED_CONFIG)
-        write_trainer_state(tmp, state | {"step": step, CODE: code_version()})
-
-
-def _has_weights(directory: Path) -> bool:
-    files = (path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
-    return any(file.parts[0] != "huggingface" for file in files)
-
-
-def publish(
-    tmp: Path,
-    root: str,
-    step: int,
-    *,
-    keep: int | None,
-    best: Best | None = None,
-    every: int | None = None,
-    spare: Collection[int] = (),
-    check: Callable[[], None] = lambda: None,
-) -> Path:
-    """Makes what `write` wrote the newest checkpoint, then removes old ones but `spare`; returns its directory.
-
-    check: raises if neither may happen any more; called before, between and after the parts that may take long.
-    """
-    with _removed_on_failure(tmp, root, step):
-        check()
-        directory = commit(tmp, root, step, check=check)
-    check()
-    try:
-        rotate(root, keep, best=best, every=every, spare=spare)
-    except OSError as error:
-        # The checkpoint is there. What is left takes room, and is tried again after the next.
-        warnings.warn(f"old checkpoints in {root} were not removed: {error}", stacklevel=2)
-    return directory
-
-
-@contextmanager
-def _removed_on_failure(tmp: Path, root: str, step: int) -> Iterator[None]:
-    """Removes an incomplete checkpoint, which would only take the disk space of the next one."""
-    try:
-        yield
-    except Exception as error:
-        shutil.rmtree(tmp, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise CheckpointWriteError(f"{root}: the checkpoint of step {step} was not written: {error}") from error
-        raise
-
-
-def _describe(model: SavedModel, huggingface: Path, chat_template: str | None) -> None:
-    """Writes a Hugging Face model directory without the weights, which merge copies into the merged model."""
-    huggingface.mkdir()
-    copy_beside_weights(model.model_path, huggingface)
-    if chat_template is not None:
-        set_chat_template(huggingface, chat_template)
-    if model.head == "value":
-        config = huggingface / "config.json"
-        config.write_text(json.dumps(value_model_config(json.loads(config.read_text())), indent=2) + "\n")
-
-
 def is_save_due(step: int, save_freq: int, total: int) -> bool:
     """Whether a step saves: the last step, and each save_freq-th step if save_freq > 0; no step if save_freq is 0."""
     return save_freq != 0 and (step == total or (save_freq > 0 and step % save_freq == 0))
@@ -364,7 +261,7 @@ def closing(trainer: RunConfig, last: Path | None, *, step: int, is_done: bool) 
 
 
 def _gone(trainer: RunConfig, weights: str) -> str:
-    """The rest of a sentence that says what was not saved: why, what is lost by it, and how to save."""
+    """The rest of a sentence about state that was not saved: the reason, the loss, and how to save."""
     if trainer.save_freq == 0:
         return f" (trainer.save_freq=0): {weights} are gone. trainer.save_freq=-1 saves the last step."
     # scalerl's loops save the last step; one of the user may not.
@@ -374,3 +271,34 @@ def _gone(trainer: RunConfig, weights: str) -> str:
 def is_due(step: int, every: int, total: int) -> bool:
     """Whether a step is due: each `every`-th step and the last step; no step when `every` is -1."""
     return every > 0 and (step % every == 0 or step == total)
+
+
+# --- the user's own files that a run reads: a run that resumes says which have changed ---
+
+
+def own_files(cfg: PPOConfig | SFTConfig) -> dict[str, dict[str, str]]:
+    """Maps each configuration key that names files to their paths, as configured, and the SHA-256 of their texts."""
+    values = flat_config(asdict(cfg))
+    digests = {key: _digests(values.get(key)) for key in OWN_FILE_KEYS}
+    return {key: of_key for key, of_key in digests.items() if of_key}
+
+
+def _digests(value: Any) -> dict[str, str]:
+    paths = [] if value is None else [value] if isinstance(value, str) else list(value)
+    files = {path: Path(path).expanduser() for path in paths}
+    # What cannot be read has been refused, or is somebody else's to say.
+    return {path: hashlib.sha256(file.read_bytes()).hexdigest() for path, file in files.items() if file.is_file()}
+
+
+def changed_files(state: Mapping[str, Any], cfg: PPOConfig | SFTConfig) -> list[str]:
+    """`key (path)` of each file with another text than the checkpoint's run began with.
+
+    state: of the trainer. One that older versions saved has no files.
+    """
+    before = state.get(OWN_FILES, {})
+    return [
+        f"{key} ({path})"
+        for key, digests in own_files(cfg).items()
+        for path, digest in digests.items()
+        if before.get(key, {}).get(path, digest) != digest
+    ]

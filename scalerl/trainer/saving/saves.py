@@ -1,18 +1,26 @@
-"""Saves the checkpoints of a run: while the run waits, or while its next steps run (`trainer.async_save`)."""
+"""Saves the checkpoints of a run: while the run waits, or while its next steps run (`trainer.async_save`).
+
+A training loop calls `Saves`; `write` and `publish` are the two halves of a save.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
+import json
+import shutil
 import threading
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scalerl.checkpoint.mirror import Mirror
+from scalerl.base.code_version import code_version
+from scalerl.base.files import set_chat_template
+from scalerl.checkpoint.mirror import Mirror, Uploads
 from scalerl.checkpoint.store import (
     METRICS,
     Best,
@@ -20,18 +28,22 @@ from scalerl.checkpoint.store import (
     Kept,
     NotNewestError,
     begin_save,
+    commit,
     remove_leftovers,
+    rotate,
     step_of,
+    write_trainer_state,
 )
 from scalerl.cluster.failures import WorkerError
 from scalerl.config import PPOConfig, SFTConfig
+from scalerl.config.save import RESOLVED_CONFIG, save_resolved
 from scalerl.config.schema import RunConfig
 from scalerl.errors import UserError
+from scalerl.models import Head, copy_beside_weights, value_model_config
 from scalerl.tracking.metrics.validation import NUM_FAILED
-from scalerl.trainer.ranks.save_calls import Writing
+from scalerl.trainer.ranks.worker import Writing
 from scalerl.trainer.saving import checkpoints
-from scalerl.trainer.saving.checkpoints import SavedModel
-from scalerl.trainer.saving.uploads import Uploads
+from scalerl.trainer.saving.checkpoints import CODE
 
 # How long the end of a run waits for a save in the background: after a signal, because a scheduler soon kills the run;
 # after the loss of a rank, because the save may hang in the process group of that rank.
@@ -39,14 +51,29 @@ _AFTER_INTERRUPT_S, _AFTER_LOST_RANK_S = 10.0, 30.0
 _GIVE_UP_S = 2.0
 
 
+@dataclass(frozen=True)
+class SavedModel:
+    """A model to save in a checkpoint. write: writes its distributed checkpoint into a directory.
+
+    begin: starts to write the weights as they are now; its result (`Writing`) waits until all files are written.
+    model_path: the model that training started from; its configuration and tokenizer are saved with the weights.
+    head: the head that the model has now.
+    """
+
+    write: Callable[[str], object]
+    model_path: str
+    head: Head = "lm"
+    begin: Callable[[str], Writing] | None = None
+
+
 class Saves:
     """Saves checkpoints, one at a time. `news` reports a failure in the background, in the step in which it failed.
 
     config: of the run, which is saved with it.  roles: the models that the run trains; a save without one fails.
-    state: what the state of every save has beside that of the step.
+    state: keys that every save's state has in addition to those of the step.
     chat_template: the run's own, which every saved model gets; None: each keeps its model directory's.
-    commits_on_error: where the loop ends by an exception, what it has not committed becomes a checkpoint, as a loop of
-    the user's own need not call `commit`. Else it is dropped: nobody logged that step, and it is done again.
+    commits_on_error: a save that the loop has not committed becomes a checkpoint when the loop ends by an exception, as
+    a loop of the user need not call `commit`. Else the save is dropped: nobody logged that step, and it is done again.
     """
 
     def __init__(
@@ -64,7 +91,7 @@ class Saves:
         metric = trainer.best_ckpt_metric
         self._metric = metric
         self._write = functools.partial(
-            checkpoints.write,
+            write,
             root=trainer.default_local_dir,
             config=config,
             roles=frozenset(roles),
@@ -82,7 +109,7 @@ class Saves:
         # Step -> when its state was saved, by time.monotonic.
         self.saved_at: dict[int, float] = {}
         self._running: _Running | None = None
-        # Publishes what was written while the run waited.
+        # Publishes the files that were written while the run waited.
         self._written: Callable[[], Path] | None = None
         self._news: dict[str, float] = {}
         self._failures: list[CheckpointWriteError] = []
@@ -117,7 +144,7 @@ class Saves:
             self.commit()
 
     def commit(self) -> None:
-        """Lets what the last `save` wrote, or is still writing, become a checkpoint; does nothing a second time.
+        """Lets the files of the last `save`, written or being written, become a checkpoint; does nothing a second time.
 
         A run commits when its trackers have the metrics of the step: one that is killed before does the step again, one
         that is killed afterwards has lost nothing of it. Raises CheckpointWriteError as `save` does.
@@ -148,7 +175,7 @@ class Saves:
             return
         values = [validation[name] for name in checkpoints.matching(self._metric, validation)]
         if not values and any(validation[name] for name in checkpoints.matching(f"*/{NUM_FAILED}", validation)):
-            # Every response of a data source failed: there are no values beside their scores.
+            # Every response of a data source failed: there are scores alone.
             return
         if not values:
             raise UserError(
@@ -189,7 +216,7 @@ class Saves:
             raise CheckpointWriteError(f"{failures[-1]}{self._stays()}")
 
     def _leave_uncommitted(self) -> None:
-        """Commits what the loop has not, or drops it."""
+        """Commits the save that the loop has not committed, or drops it."""
         if self._commits_on_error:
             with suppress(CheckpointWriteError, OSError):
                 self.commit()
@@ -214,10 +241,10 @@ class Saves:
         return self._save_timeout_s * max(1, len(uploads.steps))
 
     def _publish(self, tmp: Path, *, step: int, check: Callable[[], None] = lambda: None) -> Path:
-        """Makes what was written a checkpoint; a copy of it for the mirror is made later.  check: as `publish`."""
+        """Makes the written files a checkpoint; a copy for the mirror is made later.  check: as `publish`."""
         kept, uploads = self._kept, self._uploads
         spare = set() if uploads is None else uploads.steps
-        directory = checkpoints.publish(
+        directory = publish(
             tmp, self._root, step, keep=kept.newest, best=kept.best, every=kept.every, spare=spare, check=check
         )
         if uploads is not None:
@@ -295,7 +322,7 @@ class _Running:
         self._thread.join(limit_s)
 
     def give_up(self) -> None:
-        """Ends the wait for the ranks; what they wrote becomes no checkpoint."""
+        """Ends the wait for the ranks; their files become no checkpoint."""
         self.given_up.set()
         self.may_commit.set()
         # A rank that is well answers at once; the thread may wait for one that is not, and asks nobody else.
@@ -310,7 +337,7 @@ class _Running:
         try:
             self._writing.pop(role)(self.given_up)
         except Exception:
-            # Ranks that still write would make anew what is removed now.
+            # Ranks that still write would make the removed files again.
             for writing in self._writing.values():
                 with suppress(Exception):
                     writing(self.given_up)
@@ -329,3 +356,94 @@ class _Running:
         except Exception as error:
             self.error = error
         self.seconds = time.monotonic() - self._start
+
+
+# --- the two halves of a save ---
+
+
+def write(
+    tmp: Path,
+    root: str,
+    step: int,
+    models: Mapping[str, SavedModel],
+    *,
+    state: dict[str, Any],
+    config: PPOConfig | SFTConfig | None = None,
+    roles: Collection[str] = (),
+    chat_template: str | None = None,
+) -> None:
+    """Writes all of a checkpoint into `tmp`, which begin_save created; it counts for nothing until `publish`.
+
+    config: of the run, saved with the models.  roles: the models that the run trains.
+    chat_template: the run's own (data.chat_template_path), saved with every model; None: each keeps its own.
+    Raises CheckpointWriteError, also if one of `roles` was not written.
+    """
+    with _removed_on_failure(tmp, root, step):
+        for role, model in models.items():
+            directory = tmp / role
+            directory.mkdir(exist_ok=True)
+            model.write(str(directory))
+            _describe(model, directory / "huggingface", chat_template)
+        if missing := sorted(role for role in roles if not _has_weights(tmp / role)):
+            raise CheckpointWriteError(
+                f"{root}: the checkpoint of step {step} was not written: the run trains {', '.join(sorted(roles))}, "
+                f"and nothing was saved of {', '.join(missing)}"
+            )
+        if config is not None:
+            save_resolved(config, tmp / RESOLVED_CONFIG)
+        write_trainer_state(tmp, state | {"step": step, CODE: code_version()})
+
+
+def _has_weights(directory: Path) -> bool:
+    files = (path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
+    return any(file.parts[0] != "huggingface" for file in files)
+
+
+def publish(
+    tmp: Path,
+    root: str,
+    step: int,
+    *,
+    keep: int | None,
+    best: Best | None = None,
+    every: int | None = None,
+    spare: Collection[int] = (),
+    check: Callable[[], None] = lambda: None,
+) -> Path:
+    """Makes what `write` wrote the newest checkpoint, then removes old ones but `spare`; returns its directory.
+
+    check: raises if neither may happen any more; called before, between and after the parts that may take long.
+    """
+    with _removed_on_failure(tmp, root, step):
+        check()
+        directory = commit(tmp, root, step, check=check)
+    check()
+    try:
+        rotate(root, keep, best=best, every=every, spare=spare)
+    except OSError as error:
+        # The checkpoint is there. What is left takes room, and is tried again after the next.
+        warnings.warn(f"old checkpoints in {root} were not removed: {error}", stacklevel=2)
+    return directory
+
+
+@contextmanager
+def _removed_on_failure(tmp: Path, root: str, step: int) -> Iterator[None]:
+    """Removes an incomplete checkpoint, which would only take the disk space of the next one."""
+    try:
+        yield
+    except Exception as error:
+        shutil.rmtree(tmp, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise CheckpointWriteError(f"{root}: the checkpoint of step {step} was not written: {error}") from error
+        raise
+
+
+def _describe(model: SavedModel, huggingface: Path, chat_template: str | None) -> None:
+    """Writes a Hugging Face model directory without the weights, which merge copies into the merged model."""
+    huggingface.mkdir()
+    copy_beside_weights(model.model_path, huggingface)
+    if chat_template is not None:
+        set_chat_template(huggingface, chat_template)
+    if model.head == "value":
+        config = huggingface / "config.json"
+        config.write_text(json.dumps(value_model_config(json.loads(config.read_text())), indent=2) + "\n")

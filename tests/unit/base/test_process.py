@@ -33,12 +33,6 @@ def test_workers_on_a_cpu_have_one_thread_and_see_no_gpu() -> None:
     assert environment.keys() & WORKERS_ON_GPU.keys() == {"OMP_NUM_THREADS"}
 
 
-def test_workers_on_a_cpu_keep_the_memory_of_a_step_unless_the_user_says_otherwise() -> None:
-    assert worker_environment("cpu", {})["MALLOC_TRIM_THRESHOLD_"] == str(16 * 2**30)
-    assert "MALLOC_TRIM_THRESHOLD_" not in worker_environment("cpu", {"MALLOC_TRIM_THRESHOLD_": "131072"})
-    assert "MALLOC_TRIM_THRESHOLD_" not in worker_environment("cuda", {})
-
-
 def test_on_a_gpu_the_user_has_the_last_word() -> None:
     environment = worker_environment("cuda", {"NCCL_CUMEM_ENABLE": "1"})
     assert WORKERS_ON_GPU.keys() - environment.keys() == {"NCCL_CUMEM_ENABLE"}

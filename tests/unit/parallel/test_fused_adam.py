@@ -13,7 +13,8 @@ from megatron.core.optimizer.optimizer import FP32Optimizer
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scalerl.parallel.optimizer import _allocate_adam_state, set_num_updates, use_fused_adam
+from scalerl.parallel.optimizer import _allocate_adam_state, use_fused_adam
+from scalerl.parallel.restore import set_num_updates
 
 
 class Calls(TorchDispatchMode):

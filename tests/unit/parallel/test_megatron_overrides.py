@@ -109,15 +109,6 @@ def test_a_field_reaches_megatrons_config():
     assert config_of(bias_dropout_fusion=True).calculate_per_token_loss
 
 
-def test_megatrons_compiled_swiglu_takes_the_place_of_ours():
-    """megatron refuses both at once. Ours is of float32 on a CPU."""
-    fields = ("use_te_activation_func", "bias_activation_fusion")
-    assert [getattr(config_of(dtype="float32"), name) for name in fields] == [True, False]
-    compiled = config_of(dtype="float32", bias_activation_fusion=True)
-    assert [getattr(compiled, name) for name in fields] == [False, True]
-    assert not config_of(dtype="bfloat16").use_te_activation_func
-
-
 def test_what_megatron_refuses_is_said_with_the_fields():
     with pytest.raises(
         UserError, match=r"override_transformer_config = \{cpu_offloading:true,cpu_offloading_num_layers:-1\}: "

@@ -25,7 +25,7 @@ from scalerl.trainer.console_texts import (
     length_of_epochs,
     printing_how_to_continue,
 )
-from scalerl.trainer.saving import checkpoints
+from scalerl.trainer.saving.saves import SavedModel
 from tests import whole_saves
 from tests.tiny_models import make_tiny_model
 
@@ -94,7 +94,7 @@ def test_a_run_of_epochs_is_finished_while_nothing_that_gives_its_steps_has_chan
 def test_a_finished_run_that_is_asked_for_another_model_names_it(tmp_path: Path) -> None:
     run, key = tmp_path / "run", "actor_rollout_ref.model.path"
     trained, narrower = make_tiny_model(tmp_path / "trained"), make_tiny_model(tmp_path / "narrower", ffn_size=64)
-    models = {"actor": checkpoints.SavedModel(lambda directory: None, str(trained))}
+    models = {"actor": SavedModel(lambda directory: None, str(trained))}
     last = whole_saves.save(str(run), 4, models, state={}, keep=None)
     (run / "config.yaml").write_text(f"actor_rollout_ref:\n  model:\n    path: {trained}\n")
 

@@ -23,8 +23,8 @@ from scalerl.merge.command import build_parser
 from scalerl.models import ModelShape
 from scalerl.trainer.checks.resume import check_same_tokenizer
 from scalerl.trainer.saving import checkpoints
-from scalerl.trainer.saving.saves import Saves
-from scalerl.trainer.saving.user_file_digests import OWN_FILES, own_files
+from scalerl.trainer.saving.checkpoints import OWN_FILES, own_files
+from scalerl.trainer.saving.saves import SavedModel, Saves
 from tests import whole_saves
 from tests.tiny_models import make_tiny_model
 
@@ -41,9 +41,9 @@ def save(
     def write_weights(directory: str) -> None:
         (Path(directory) / "weights").write_text(str(step))
 
-    models = {"actor": checkpoints.SavedModel(write or write_weights, str(model))}
+    models = {"actor": SavedModel(write or write_weights, str(model))}
     if critic:
-        models["critic"] = checkpoints.SavedModel(write_weights, str(model), head="value")
+        models["critic"] = SavedModel(write_weights, str(model), head="value")
     arguments = {"state": {"prompts": {"position": step}}, "keep": None}
     return whole_saves.save(str(root), step, models, **(arguments | options))
 
@@ -223,8 +223,8 @@ def test_the_runs_own_chat_template_is_that_of_every_model_that_it_saves(tmp_pat
         (Path(directory) / "weights").write_text("w")
 
     models = {
-        "actor": checkpoints.SavedModel(write, str(trained)),
-        "critic": checkpoints.SavedModel(write, str(critic), head="value"),
+        "actor": SavedModel(write, str(trained)),
+        "critic": SavedModel(write, str(critic), head="value"),
     }
     cfg = configured(tmp_path / "run")
     Saves(cfg.trainer, config=cfg, chat_template=OWN_TEMPLATE).save(1, models, {}, wait=True)
@@ -355,7 +355,7 @@ def test_another_model_is_refused(tmp_path: Path, model: Path) -> None:
 
 def saved_with(root: Path, cfg: PPOConfig, model: Path) -> checkpoints.Resumed:
     kept = Saves(cfg.trainer, config=cfg)
-    models = {"actor": checkpoints.SavedModel(lambda d: (Path(d) / "weights").write_text("w"), str(model))}
+    models = {"actor": SavedModel(lambda d: (Path(d) / "weights").write_text("w"), str(model))}
     kept.save(1, models, {}, wait=True)
     return find(root)
 

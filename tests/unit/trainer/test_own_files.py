@@ -12,7 +12,8 @@ from typing import get_type_hints
 import pytest
 
 from scalerl.config import PPOConfig, SFTConfig, compose
-from scalerl.trainer.saving.user_file_digests import KEYS, OWN_FILES, changed_files, own_files
+from scalerl.trainer.saving.checkpoints import OWN_FILE_KEYS as KEYS
+from scalerl.trainer.saving.checkpoints import OWN_FILES, changed_files, own_files
 
 
 def configured(*keys: str) -> PPOConfig:

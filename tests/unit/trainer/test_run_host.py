@@ -22,7 +22,7 @@ from scalerl.config import PPOConfig
 from scalerl.data import PromptCursor
 from scalerl.trainer.checks.preflight import PPOInputs, check_ppo
 from scalerl.trainer.run_host import run_host
-from scalerl.trainer.saving.checkpoints import SavedModel
+from scalerl.trainer.saving.saves import SavedModel
 from tests.tiny_models import make_tiny_model
 from tests.unit.trainer.checks.test_preflight import ROW, config
 from tests.whole_saves import save

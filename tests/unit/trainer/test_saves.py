@@ -21,7 +21,7 @@ from scalerl.cluster.failures import WorkerError
 from scalerl.config.schema import TrainerConfig
 from scalerl.errors import UserError
 from scalerl.trainer.saving import checkpoints, saves
-from scalerl.trainer.saving.saves import Saves
+from scalerl.trainer.saving.saves import SavedModel, Saves
 from tests.tiny_models import make_tiny_model
 
 # Seconds after which something that should happen has not.
@@ -42,8 +42,8 @@ class Ranks:
         self.weights = ["first"]
         self.writing = self.most_at_once = 0
 
-    def models(self) -> dict[str, checkpoints.SavedModel]:
-        return {"actor": checkpoints.SavedModel(self.write, str(self.model), begin=self.begin)}
+    def models(self) -> dict[str, SavedModel]:
+        return {"actor": SavedModel(self.write, str(self.model), begin=self.begin)}
 
     def write(self, directory: str) -> None:
         (Path(directory) / "weights").write_text(self.weights[0])

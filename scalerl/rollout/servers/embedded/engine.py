@@ -18,9 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from scalerl.models import HFWeights, weight_block
 from scalerl.rollout.servers.checksums import tensor_checksum
-from scalerl.rollout.servers.embedded.decode_rows import DecodeRows, prefill
+from scalerl.rollout.servers.embedded.decode_rows import SequenceCache, decode, prefill
 from scalerl.rollout.servers.embedded.file_tensors import file_tensors
-from scalerl.rollout.servers.embedded.fixed_shapes import compute_in_blocks
 from scalerl.rollout.servers.embedded.sampling import SampleSettings, sample
 
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
@@ -49,6 +48,8 @@ class _Sequence:
     logprobs: list[float] = field(default_factory=list)
     spans: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: dict[str, Any] | None = None
+    # From its first token on.
+    cache: SequenceCache | None = None
 
 
 class _Request:
@@ -63,7 +64,7 @@ class _Request:
 class DecodingEngine:
     """One model, and one thread that computes while callers wait.
 
-    Up to `max_batch_size` sequences run at a time; each begins when a slot is free. The tokens of a sequence depend,
+    Up to `max_batch_size` sequences run at a time; each begins when one has ended. The tokens of a sequence depend,
     bit by bit, on its prompt, settings and seed and on the weights, not on sequences that run at the same time
     (`decode_rows`).
     """
@@ -86,16 +87,13 @@ class DecodingEngine:
         # Its class is the one that the directory names.
         self._model: Any = _model(model_path, dtype, trust_remote_code)
         self._model.to(self.device).eval().requires_grad_(False)
-        compute_in_blocks(self._model)
         self._parameters: dict[str, Tensor] = file_tensors(self._model)
         self._vocab_size: int = self._model.get_input_embeddings().num_embeddings
         self._tokenizer = _tokenizer(model_path, trust_remote_code)
         self._eos_ids = _eos_ids(model_path, self._model.config.eos_token_id, self._tokenizer)
         self._changed = threading.Condition()
         self._waiting: deque[_Sequence] = deque()
-        # Sequences by slot, which is their row's number.
-        self._live: dict[int, _Sequence] = {}
-        self._rows = DecodeRows(self._model, max_model_len)
+        self._live: list[_Sequence] = []
         self._paused = False
         self._session_open = False
         self._released: set[str] = set()
@@ -138,7 +136,7 @@ class DecodingEngine:
     def abort_all(self) -> None:
         """Ends running and waiting sequences with the tokens that they have (finish reason abort)."""
         with self._changed:
-            for sequence in (*self._live.values(), *self._waiting):
+            for sequence in (*self._live, *self._waiting):
                 sequence.finish_reason = sequence.finish_reason or {"type": "abort", "message": "Aborted"}
 
     def pause(self) -> None:
@@ -193,64 +191,52 @@ class DecodingEngine:
             with self._changed:
                 self._changed.wait_for(lambda: self._live or self._waiting)
                 self._leave()
-                entering = self._enter()
+                self._enter()
+                running = list(self._live)
             try:
-                self._advance(entering)
+                self._advance(running)
             except Exception as error:
                 traceback.print_exc()
                 self._fail(error)
 
     def _leave(self) -> None:
-        """Hands finished sequences to their callers and frees their slots."""
-        finished = [s for s in (*self._live.values(), *self._waiting) if s.finish_reason is not None]
+        """Hands finished sequences to their callers."""
+        finished = [s for s in (*self._live, *self._waiting) if s.finish_reason is not None]
         if not finished:
             return
-        left = [slot for slot, s in self._live.items() if s.finish_reason is not None]
-        for slot in left:
-            del self._live[slot]
-        self._rows.clear(left)
+        self._live = [s for s in self._live if s.finish_reason is None]
         self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
         by_request: dict[_Request, list[_Sequence]] = {}
         for sequence in finished:
+            # A request may wait for others a long time.
+            sequence.cache = None
             by_request.setdefault(sequence.request, []).append(sequence)
         for request, together in by_request.items():
             request.finished.put(together)
         if not self._live and not self._waiting:
             self._changed.notify_all()
 
-    def _enter(self) -> list[tuple[int, _Sequence]]:
-        """Begins waiting sequences, and returns them with their slots."""
-        if not self._waiting:
-            return []
-        free = [slot for slot in range(self.max_batch_size) if slot not in self._live]
-        entering = [(slot, self._waiting.popleft()) for slot in free[: len(self._waiting)]]
-        self._live.update(entering)
-        return entering
+    def _enter(self) -> None:
+        """Begins waiting sequences, as many as may run."""
+        while self._waiting and len(self._live) < self.max_batch_size:
+            self._live.append(self._waiting.popleft())
 
     @torch.inference_mode()
-    def _advance(self, entering: list[tuple[int, _Sequence]]) -> None:
-        """Draws one token for every live sequence; equal prompts that enter together are computed once."""
-        begun = {slot for slot, _ in entering}
-        running = {
-            slot: sequence
-            for slot, sequence in self._live.items()
-            if slot not in begun and sequence.finish_reason is None
-        }
-        if running:
-            logits_SV = self._rows.step({slot: sequence.output_ids[-1] for slot, sequence in running.items()})
-            self._draw(logits_SV, list(running.values()))
-        if entering:
-            self._begin(entering)
-
-    def _begin(self, entering: list[tuple[int, _Sequence]]) -> None:
-        by_prompt: dict[tuple[int, ...], list[tuple[int, _Sequence]]] = {}
-        for slot, sequence in entering:
-            by_prompt.setdefault(tuple(sequence.input_ids), []).append((slot, sequence))
-        logits = []
-        for group, prefilled in zip(by_prompt.values(), prefill(self._model, list(by_prompt)), strict=True):
-            self._rows.put([slot for slot, _ in group], prefilled)
-            logits += [prefilled.logits_V] * len(group)
-        self._draw(torch.stack(logits), [sequence for group in by_prompt.values() for _, sequence in group])
+    def _advance(self, running: Sequence[_Sequence]) -> None:
+        """Draws one token for every sequence; equal prompts that enter together are computed once."""
+        entering: dict[tuple[int, ...], list[_Sequence]] = {}
+        for sequence in running:
+            if sequence.cache is None:
+                entering.setdefault(tuple(sequence.input_ids), []).append(sequence)
+        begun = [sequence for sequence in running if sequence.cache is not None and sequence.finish_reason is None]
+        if begun:
+            caches = [sequence.cache for sequence in begun if sequence.cache is not None]
+            self._draw(decode(self._model, caches, [sequence.output_ids[-1] for sequence in begun]), begun)
+        for prompt, together in entering.items():
+            logits_V, layers = prefill(self._model, prompt)
+            for sequence in together:
+                sequence.cache = SequenceCache(len(prompt), layers)
+            self._draw(logits_V.expand(len(together), -1), together)
 
     def _draw(self, logits_SV: Tensor, sequences: Sequence[_Sequence]) -> None:
         positions = [sequence.position + len(sequence.output_ids) for sequence in sequences]
@@ -283,13 +269,12 @@ class DecodingEngine:
         return next((string for string in sequence.stop_strings if string in text), None)
 
     def _fail(self, error: Exception) -> None:
-        """Ends all sequences with an error, and continues with empty rows."""
+        """Ends all sequences with an error."""
         with self._changed:
-            for sequence in (*self._live.values(), *self._waiting):
+            for sequence in (*self._live, *self._waiting):
                 sequence.request.error = error
                 sequence.finish_reason = sequence.finish_reason or {"type": "abort", "message": repr(error)}
             self._leave()
-            self._rows = DecodeRows(self._model, self.max_model_len)
 
     def _answer(self, sequence: _Sequence) -> dict[str, Any]:
         ends = [span["start"] for span in sequence.spans[1:]] + [len(sequence.output_ids)]

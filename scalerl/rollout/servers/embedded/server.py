@@ -13,31 +13,25 @@ from operator import itemgetter
 from typing import Any
 
 import orjson
+import safetensors.torch
+import torch
 
-from scalerl.base.garbage import frozen_imports
-from scalerl.base.optional_imports import torch_compiler_when_needed, without
+from scalerl.base.lean_imports import lean_imports
+from scalerl.rollout.servers import cuda_ipc, mapped
 from scalerl.rollout.servers.connection import OPEN_PATH, is_authorized, take_key
 from scalerl.rollout.servers.process import address_family
+from scalerl.rollout.servers.update_group import (
+    broadcast,
+    join_group,
+    leave_group,
+    num_bytes,
+    reach_store,
+    unpack_bytes,
+)
 from scalerl.rollout.servers.wire import DATA, EVENT_END, FLATTENED, LAST_EVENT
 
-with frozen_imports():
-    import safetensors.torch
-    import torch
-
-    from scalerl.rollout.servers import cuda_ipc, mapped
-    from scalerl.rollout.servers.update_group import (
-        broadcast,
-        join_group,
-        leave_group,
-        num_bytes,
-        reach_store,
-        unpack_bytes,
-    )
-
-    # transformers, which the engine imports, would import these: a third of a start.
-    torch_compiler_when_needed()
-    with without("sklearn"), without("scipy"):
-        from scalerl.rollout.servers.embedded.engine import DecodingEngine, RefusedError
+with lean_imports():
+    from scalerl.rollout.servers.embedded.engine import DecodingEngine, RefusedError
 
 SAMPLING_DEFAULTS: dict[str, Any] = {
     "max_new_tokens": 128,

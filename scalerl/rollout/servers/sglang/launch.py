@@ -18,8 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from scalerl.base.garbage import frozen_imports
-from scalerl.base.optional_imports import without
+from scalerl.base.lean_imports import lean_imports
 from scalerl.errors import EXIT_USER_ERROR
 from scalerl.rollout.servers.connection import NO_KEY, take_key
 from scalerl.rollout.servers.supervise import SERVER_ID
@@ -154,7 +153,7 @@ def refusing(check: Callable[[Any], None]) -> Callable[[Any], None]:
 def main() -> None:
     key = take_key()
     # Imported here, because SGLang's processes import this module again.
-    with frozen_imports(), without("sklearn"), without("scipy"):
+    with lean_imports():
         from sglang.launch_server import run_server
         from sglang.srt.plugins import load_plugins
         from sglang.srt.server_args import ServerArgs, prepare_server_args

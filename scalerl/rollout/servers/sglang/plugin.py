@@ -1,4 +1,4 @@
-"""SGLang plugin for a CPU, with scalerl's attention backend and a loop over experts that ranks share.
+"""SGLang plugin for a CPU: torch's attention without triton, also for DeepSeek, and experts that ranks share.
 
 SGLang calls `register` in each of its processes, before it reads its arguments. It finds it by the entry point beside
 the import stand-ins (`cpu_shim/*.dist-info`), so only if these are on PYTHONPATH.
@@ -37,14 +37,13 @@ def register() -> None:
 
 
 def _create_backend(model_runner: ModelRunner) -> AttentionBackend:
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
-    from scalerl.rollout.servers.sglang.cpu_attention_backend import BatchedAttnBackend
-
     # Otherwise SGLang computes the prompt's latent attention as for triton, whose keys and values are not in the cache.
     AttentionBackendRegistry.register(ATTENTION_BACKEND, lambda *_: AttnForwardMethod.MLA)
-    return BatchedAttnBackend(model_runner)
+    return TorchNativeAttnBackend(model_runner)
 
 
 def _support_triton(backend: str) -> bool:

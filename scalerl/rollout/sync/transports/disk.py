@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from scalerl.checkpoint.writeback import NO_ROOM
+from scalerl.base.files import NO_ROOM
 from scalerl.errors import UserError
 from scalerl.merge.writer import SafetensorsFile, TensorSpec, file_name, write_safetensors_index
 from scalerl.models import copy_beside_weights

@@ -25,7 +25,7 @@ from scalerl.trainer.checks.models import learning_rate_line
 from scalerl.trainer.checks.preflight import check_ppo, check_sft
 from scalerl.trainer.console_texts import finished_at
 from scalerl.trainer.main_ppo import main
-from scalerl.trainer.saving.checkpoints import SavedModel
+from scalerl.trainer.saving.saves import SavedModel
 from tests.tiny_models import make_tiny_model
 from tests.whole_saves import save
 

@@ -10,7 +10,7 @@ import pytest
 
 from scalerl.checkpoint.store import CheckpointWriteError
 from scalerl.cluster.worker_group import Limit
-from scalerl.trainer.ranks.save_calls import begin_rank_saves
+from scalerl.trainer.ranks.worker import begin_rank_saves
 
 
 @pytest.mark.parametrize("answers", [0, 2])
