@@ -1,4 +1,4 @@
-"""docs/metrics.md lists every key that this package makes; tests/e2e compares the keys of every run with its patterns."""
+"""docs/metrics.md lists every key that this package makes; tests/e2e compares every run's keys with its patterns."""
 
 from __future__ import annotations
 
