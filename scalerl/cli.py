@@ -43,8 +43,11 @@ SCALERL_TRACEBACK=1 shows the stack behind an error message."""
 
 KEYS_USAGE = """\
 usage: scalerl {command} key=value ... [--dry-run] [--config-dir DIR] [--config-name NAME]{groups}
+                [--cfg job] [--multirun]
 
   --dry-run       check everything that can be checked without a device, print the plan and stop
+  --cfg job       print the composed configuration and stop
+  --multirun, -m  one run after the other for each value of key=a,b
   --config-dir    directory with YAML files of your own; --config-name NAME takes DIR/NAME.yaml
 """
 RECIPE_USAGE = "  +recipe=NAME    settings that go together, from scalerl/configs/recipe; {example}\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scalerl.base.files import GIB
 from scalerl.config import compose, world_size
-from scalerl.config.device_memory import device_memory_bytes
+from scalerl.config.value_checks import device_memory_bytes
 from scalerl.extras.plan.plan import MemoryPlan, memory_plan
 from scalerl.extras.plan.seconds import predicted_seconds
 from scalerl.models import ModelShape

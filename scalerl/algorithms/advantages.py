@@ -17,7 +17,7 @@ from torch import Tensor
 from scalerl.algorithms.masked import WHITEN_EPS
 from scalerl.algorithms.registry import Registry, check_result
 from scalerl.base.user_code import UserCodeError, called, on_forget, place_of
-from scalerl.config.registered_names import CRITIC_ESTIMATORS, ESTIMATORS
+from scalerl.config.names import CRITIC_ESTIMATORS, ESTIMATORS
 from scalerl.config.schema import AlgorithmConfig
 
 _REGISTRY: Registry[Callable[..., Any]] = Registry(ESTIMATORS)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from scalerl.algorithms.registry import Registry
 from scalerl.base.user_code import on_forget
-from scalerl.config.registered_names import POLICY_LOSSES, REFERENCE_LOSSES
+from scalerl.config.names import POLICY_LOSSES, REFERENCE_LOSSES
 from scalerl.config.schema import LOSS_AGG_MODES, ActorConfig
 from scalerl.tracking.metrics.metric import Metric
 

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from scalerl.base.user_code import UserCodeError, check_arguments, is_same_definition, on_forget, place_of
-from scalerl.config.registered_names import RegisteredNames
+from scalerl.config.names import RegisteredNames
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from scalerl.config import EvalConfig, compose, help_text
+from scalerl.config import EvalConfig, asked_text, compose, jobs_of, run_jobs
 from scalerl.config.schema import RewardModelConfig
 from scalerl.errors import run_main
 
 if TYPE_CHECKING:
-    from scalerl.config.error_collector import ErrorCollector
+    from scalerl.config.errors import ErrorCollector
     from scalerl.data.files import DataFile
     from scalerl.data.response_rows import ResponseColumns
     from scalerl.data.tables import FileTable
@@ -25,9 +25,11 @@ NUM_REPORTS = 10
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0 when every response has its score."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if "--help" in arguments or "-h" in arguments:
-        print(help_text("eval"))
+    if (text := asked_text("eval", arguments)) is not None:
+        print(text)
         return 0
+    if (jobs := jobs_of(arguments)) is not None:
+        return run_jobs(jobs, main, _output_path, "data.output_path")
     dry_run = "--dry-run" in arguments
     cfg = compose("eval", [argument for argument in arguments if argument != "--dry-run"])
 
@@ -60,13 +62,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _output_path(overrides: Sequence[str]) -> str | None:
+    return compose("eval", overrides).data.output_path
+
+
 def check_eval(cfg: EvalConfig) -> tuple[RewardManager, list[FileTable], ResponseColumns]:
     """Checks everything, and returns reward manager, rows and names of their columns.
 
     Raises ConfigError with every violation that was found.
     """
     from scalerl.base.user_code import import_files
-    from scalerl.config.error_collector import ErrorCollector
+    from scalerl.config.errors import ErrorCollector
     from scalerl.data.files import resolve_files
     from scalerl.data.response_rows import ResponseColumns
     from scalerl.rewards import build_reward_manager

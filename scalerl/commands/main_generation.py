@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scalerl.base.stop import EXIT_REQUEUE, StopRequest
-from scalerl.config import GenerationConfig, compose, help_text
+from scalerl.config import GenerationConfig, asked_text, compose, jobs_of, run_jobs
 from scalerl.errors import run_main
 
 if TYPE_CHECKING:
@@ -31,9 +31,11 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
     processes: processes that the run uses and leaves running at its end; None: the run starts its own.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if "--help" in arguments or "-h" in arguments:
-        print(help_text("generation"))
+    if (text := asked_text("generation", arguments)) is not None:
+        print(text)
         return 0
+    if (jobs := jobs_of(arguments)) is not None:
+        return run_jobs(jobs, lambda job: main(job, processes), _output_path, "data.output_path")
     dry_run = "--dry-run" in arguments
     cfg = compose("generation", [argument for argument in arguments if argument != "--dry-run"])
     stop = StopRequest()
@@ -75,6 +77,10 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
     return 0
 
 
+def _output_path(overrides: Sequence[str]) -> str:
+    return compose("generation", overrides).data.output_path
+
+
 @dataclass(frozen=True)
 class GenerationInputs:
     """The checked inputs of a generation.  table: the rows of all files.  device: cuda or cpu."""
@@ -92,7 +98,7 @@ def check_generation(cfg: GenerationConfig) -> GenerationInputs:
     from scalerl.cluster.ray_session import one_machine_violations
     from scalerl.commands.generation import check_new_columns, read_prompts
     from scalerl.commands.parts import fingerprint
-    from scalerl.config.error_collector import ErrorCollector
+    from scalerl.config.errors import ErrorCollector
     from scalerl.data import load_tokenizer
     from scalerl.data.chat import require_chat_template, use_chat_template
     from scalerl.data.files import resolve_files

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from scalerl.config.rollout_engines import ROLLOUT_ENGINES
 from scalerl.config.schema import ServerConfig
+from scalerl.config.servers import ROLLOUT_ENGINES
 from scalerl.errors import CommandParser, RunError, UserError
 from scalerl.models.shape import max_positions
 from scalerl.rollout.servers.connection import NO_KEY

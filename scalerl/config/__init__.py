@@ -5,16 +5,18 @@ from __future__ import annotations
 from scalerl.config.batch_summary import batch_table
 from scalerl.config.compose import Composed, Examined, compose, composed, examined, refusals
 from scalerl.config.errors import ConfigError
+from scalerl.config.flags import asked_text, jobs_of, refuse_same_output, run_jobs
 from scalerl.config.foreign_keys import translation_table
 from scalerl.config.help import help_text
+from scalerl.config.layout import LayoutSizes, alignment
 from scalerl.config.layout_checks import ModelSizes, layout_violations, recompute_violations, server_violations
-from scalerl.config.layout_sizes import LayoutSizes, alignment, trained_layout, world_size
-from scalerl.config.model_specs import ModelRole, Pool, model_roles, num_devices, pools_of, uses_critic
+from scalerl.config.pools import Pool, num_devices, pools_of, trained_layout, world_size
+from scalerl.config.roles import ModelRole, model_roles, uses_critic
 from scalerl.config.run_length import decay_to_the_end, too_few_conversations, too_few_prompts, total_steps
 from scalerl.config.save import flatten, save_resolved
 from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig
-from scalerl.config.validate import validate_eval, validate_generation, validate_ppo, validate_sft
-from scalerl.config.weight_transport import transport_of
+from scalerl.config.servers import transport_of
+from scalerl.config.validate import validate_ppo, validate_sft
 
 __all__ = [
     "Composed",
@@ -29,6 +31,7 @@ __all__ = [
     "Pool",
     "SFTConfig",
     "alignment",
+    "asked_text",
     "batch_table",
     "compose",
     "composed",
@@ -36,12 +39,15 @@ __all__ = [
     "examined",
     "flatten",
     "help_text",
+    "jobs_of",
     "layout_violations",
     "model_roles",
     "num_devices",
     "pools_of",
     "recompute_violations",
     "refusals",
+    "refuse_same_output",
+    "run_jobs",
     "save_resolved",
     "server_violations",
     "too_few_conversations",
@@ -51,8 +57,6 @@ __all__ = [
     "translation_table",
     "transport_of",
     "uses_critic",
-    "validate_eval",
-    "validate_generation",
     "validate_ppo",
     "validate_sft",
     "world_size",

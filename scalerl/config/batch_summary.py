@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from scalerl.config.batch_sizes import LONGEST_SAMPLE, longest_sample
-from scalerl.config.layout_sizes import trained_layout
+from scalerl.config.layout import LONGEST_SAMPLE, longest_sample
+from scalerl.config.names import ACTOR
+from scalerl.config.pools import trained_layout
 from scalerl.config.run_length import total_steps
 from scalerl.config.schema import PPOConfig
-from scalerl.config.sections import ACTOR
 
 
 def batch_table(cfg: PPOConfig, num_prompts: int | None = None) -> str:

@@ -5,10 +5,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from scalerl.config.schema import IS_LEVELS, RS_OPTIONS, RolloutCorrectionConfig
+if TYPE_CHECKING:
+    from scalerl.config.schema import RolloutCorrectionConfig
 
+# Values of rollout_correction.rollout_is.
+IS_LEVELS = ("token", "sequence", "geometric")
+# Tests that rollout_correction.rollout_rs may name.
+RS_OPTIONS = (
+    *(f"token_{kind}" for kind in ("k1", "k2", "k3")),
+    *(f"seq_sum_{kind}" for kind in ("k1", "k2", "k3")),
+    *(f"seq_mean_{kind}" for kind in ("k1", "k2", "k3")),
+    *(f"seq_max_{kind}" for kind in ("k2", "k3")),
+)
 # (lower or None, upper)
 Bounds = tuple[float | None, float]
 _SETTING = re.compile(r"\b(rollout_\w+|bypass_mode)=")

@@ -11,10 +11,10 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from scalerl.config.keys import Leaf, inherited_keys, leaves
-from scalerl.config.machine import DEVICES_HERE
-from scalerl.config.schema import SCHEMAS, Kind, domains_of
-from scalerl.config.schema.fields import times_text
+from scalerl.config.keys import Leaf, inherited_keys, leaves, raw_defaults
+from scalerl.config.schema import SCHEMAS, Kind
+from scalerl.config.schema.devices import DEVICES_HERE
+from scalerl.config.schema.fields import following_text
 from scalerl.config.value_checks import show
 
 
@@ -35,9 +35,9 @@ class KeyDoc:
 
 def key_docs(kind: Kind) -> list[KeyDoc]:
     """Describes every key of a command, in the order of the source."""
-    inherited = inherited_keys(SCHEMAS[kind])
+    defaults = raw_defaults(SCHEMAS[kind])
     return [
-        KeyDoc(leaf.key, leaf.type_text, _domain(leaf), _inherited(inherited, leaf) or _default(leaf), _comment(leaf))
+        KeyDoc(leaf.key, leaf.type_text, _domain(leaf), _default_text(defaults[leaf.key]), _comment(leaf))
         for leaf in leaves(SCHEMAS[kind])
     ]
 
@@ -79,22 +79,15 @@ def _same_sections(kind: str, docs: list[KeyDoc]) -> dict[str, str]:
 
 def _domain(leaf: Leaf) -> str:
     """The limit of a key's values, without the null that its type names already."""
-    domain = domains_of(leaf.owner).get(leaf.name)
-    return "" if domain is None else domain.limit.removeprefix("null or ")
+    return "" if leaf.domain is None else leaf.domain.limit.removeprefix("null or ")
 
 
-def _inherited(inherited: dict[str, str], leaf: Leaf) -> str | None:
-    return f"as {inherited[leaf.key]}" if leaf.key in inherited else None
-
-
-def _default(leaf: Leaf) -> str:
-    field = next(field for field in dataclasses.fields(leaf.owner) if field.name == leaf.name)
-    value: Any = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    if value == DEVICES_HERE:
+def _default_text(default: Any) -> str:
+    if default == DEVICES_HERE:
         return "the machine's"
-    if value == MISSING:
+    if default == MISSING:
         return "required"
-    return times_text(value) or show(value)
+    return following_text(default) or show(default)
 
 
 def _comment(leaf: Leaf) -> str:
@@ -114,6 +107,9 @@ def _comments(cls: type) -> dict[str, str]:
             pending.append(token.string.lstrip("# "))
         elif token.type in (tokenize.NEWLINE, tokenize.INDENT):
             at_line_start = True
+        elif token.string == "def" and token.start[1]:
+            # The methods of a section come after its fields.
+            break
         elif token.type == tokenize.NAME and at_line_start:
             if pending:
                 comments[token.string] = " ".join(pending)

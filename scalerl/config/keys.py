@@ -14,11 +14,13 @@ from typing import Any, Literal
 from omegaconf import DictConfig, OmegaConf
 
 from scalerl.config.schema.fields import domains_of
-from scalerl.config.suggestions import is_misspelt
+from scalerl.config.value_checks import Domain
 
 KeyKind = Literal["leaf", "section", "free", "unknown"]
 # Sections of models that a run may do without.
 _OTHER_MODELS = ("critic.", "reward_model.")
+# Sections whose keys users write as those of the model.
+_USUAL_SECTIONS = ("optim", "megatron")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +40,16 @@ class Leaf:
     @property
     def is_text(self) -> bool:
         """Whether the value is a text, or a list or dict of texts."""
-        domain = domains_of(self.owner).get(self.name)
-        return _text_type(self.annotation) or (domain is not None and domain.is_text)
+        return _text_type(self.annotation) or (self.domain is not None and self.domain.is_text)
+
+    @property
+    def domain(self) -> Domain | None:
+        """The values that the key may have; None where every value of its type is allowed."""
+        return domains_of(self.owner).get(self.name)
+
+    def allows(self, value: Any) -> bool:
+        """Whether the key may have this value of its type."""
+        return self.domain is None or self.domain.allows(value)
 
     @property
     def type_text(self) -> str:
@@ -86,15 +96,25 @@ def _pickled_defaults(schema: type) -> bytes:
 
 
 @functools.cache
+def raw_defaults(schema: type) -> dict[str, Any]:
+    """Maps each key to its default; that of a key whose default follows from other keys is an interpolation."""
+    raw: Any = OmegaConf.to_container(defaults_of(schema), resolve=False)
+    keys = [leaf.key for leaf in leaves(schema)]
+    return {key: functools.reduce(lambda node, part: node[part], key.split("."), raw) for key in keys}
+
+
+@functools.cache
+def default_sources(schema: type) -> dict[str, list[str]]:
+    """Maps each key whose default follows from other keys to these."""
+    found = {key: re.findall(r"\$\{([\w.]+)\}", str(value)) for key, value in raw_defaults(schema).items()}
+    return {key: sources for key, sources in found.items() if sources}
+
+
+@functools.cache
 def inherited_keys(schema: type) -> dict[str, str]:
     """Maps each key whose default is the value of another key to that other key."""
-    raw: Any = OmegaConf.to_container(defaults_of(schema), resolve=False)
-    sources = {}
-    for leaf in leaves(schema):
-        value = functools.reduce(lambda node, part: node[part], leaf.key.split("."), raw)
-        if isinstance(value, str) and (match := re.fullmatch(r"\$\{([\w.]+)\}", value)):
-            sources[leaf.key] = match[1]
-    return sources
+    defaults = raw_defaults(schema)
+    return {key: of[0] for key, of in default_sources(schema).items() if defaults[key] == f"${{{of[0]}}}"}
 
 
 @functools.cache
@@ -135,66 +155,30 @@ class KeyTable:
         return list(dict.fromkeys(names))
 
     def nearest(self, key: str) -> str | None:
-        """The known key that `key` is a misspelling of: a neighbour in its section whose name is nearly the same.
-
-        A path may lack its start or a section in between, where only one key then ends so. None: nothing is near enough
-        to be meant.
-        """
+        """The known key that `key` is a misspelling of, or the end of; None where no key or several are near enough."""
         section, _, last = key.rpartition(".")
         known = [*self.leaves, *sorted(self.sections)]
-        if whole := [name for name in known if name.endswith("." + key)]:
-            # Of the models the policy is meant, which every run has.
-            own = [name for name in whole if name not in self.inherited and not name.startswith(_OTHER_MODELS)]
-            return _only(own or whole, key)
-        below = [name for name in known if section and name.startswith(section + ".") and name.endswith("." + last)]
-        if usual := [name for name in below if name in (f"{section}.optim.{last}", f"{section}.megatron.{last}")]:
-            return _only(usual, key)
-        if below and "_" in last:
-            return _only(below, last)
+        ends = [name for name in known if name.endswith(f".{key}")]
+        # Of the models the policy is meant, which every run has.
+        ends = [name for name in ends if name not in self.inherited and not name.startswith(_OTHER_MODELS)] or ends
+        below = [name for name in known if section and name.startswith(f"{section}.") and name.endswith(f".{last}")]
+        usual = [name for name in below if name in (f"{section}.optim.{last}", f"{section}.megatron.{last}")]
+        for names in (ends, usual, below if "_" in last else []):
+            # A name of one word may be that of any section.
+            if len(names) == 1 and ("_" in key or "." in key or names[0].split(".")[-2] in _USUAL_SECTIONS):
+                return names[0]
         neighbours = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
-        if near := [name for name in neighbours if is_misspelt(last, name)]:
-            return neighbours[max(near, key=lambda name: _ratio(name, last))]
-        cut = [name for name in neighbours if _lacks_words(last, name)]
-        # A name that is part of several is no misspelling of one of them.
-        if len(cut) == 1:
-            return neighbours[cut[0]]
-        return self._misspelt_section(section, last)
-
-    def _misspelt_section(self, section: str, last: str) -> str | None:
-        parts = section.split(".")
-        alike = [
-            name
-            for name in sorted(self.sections)
-            if section
-            and len(known := name.split(".")) == len(parts)
-            and all(part == other or is_misspelt(part, other) for part, other in zip(parts, known, strict=True))
-        ]
-        named = [f"{name}.{last}" for name in alike if f"{name}.{last}" in self.leaves]
-        return named[0] if named else None
+        longer = [name for name in neighbours if "_" in last and name.startswith(f"{last}_")]
+        # One wrong letter of a short word is a quarter of it.
+        close = difflib.get_close_matches(last, neighbours, n=1, cutoff=0.8 if "_" in last else 0.75)
+        close = close or longer
+        if close:
+            return neighbours[close[0]] if len(close) == 1 else None
+        sections = difflib.get_close_matches(section, self.sections, n=1, cutoff=0.9)
+        return next((name for each in sections if (name := f"{each}.{last}") in self.leaves), None)
 
     def unknown(self, key: str, origin: str = "") -> str:
         """The violation of a user who wrote `key`, which does not exist."""
         nearest = self.nearest(key)
         advice = f"did you mean {nearest}?" if nearest else "--help lists them all; leave it out"
         return f"{key}: no such key{origin}; {advice}"
-
-
-def _only(names: list[str], end: str) -> str | None:
-    """The one name that ends so; None where there are several, or where the end may be that of any section."""
-    is_one_word = "_" not in end and "." not in end
-    if len(names) != 1 or (is_one_word and names[0].split(".")[-2] not in ("optim", "megatron")):
-        return None
-    return names[0]
-
-
-def _lacks_words(written: str, known: str) -> bool:
-    """Whether a name of at least two words begins the other, or has all its words but one, in their order."""
-    words, meant = written.split("_"), known.split("_")
-    if len(words) < 2:
-        return False
-    others = iter(meant)
-    return known.startswith(written + "_") or (len(meant) == len(words) + 1 and all(word in others for word in words))
-
-
-def _ratio(a: str, b: str) -> float:
-    return difflib.SequenceMatcher(None, a, b, autojunk=False).ratio()

@@ -6,11 +6,15 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from scalerl.config.layout_sizes import LayoutSizes
-from scalerl.config.schema import MegatronConfig
-from scalerl.config.sections import ACTOR, ROLLOUT
-from scalerl.config.suggestions import divisors_text
+from scalerl.config.layout import LayoutSizes
+from scalerl.config.names import ACTOR, FLASH_ATTENTION_IMPLS, ROLLOUT
+from scalerl.config.suggestions import divisors_text, nearest_multiples
+
+if TYPE_CHECKING:
+    from scalerl.config.schema import MegatronConfig
+    from scalerl.config.schema.devices import DevicesConfig, ResourcePoolConfig
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,24 @@ def server_violations(key: str, tp_size: int, widths: dict[str, int], num_kv_hea
     return violations
 
 
-def dividing_sizes(megatron: MegatronConfig) -> list[str]:
+def whole_copies(megatron: MegatronConfig, pool: DevicesConfig | ResourcePoolConfig, *keys: str) -> Iterator[str]:
+    """Yields the violation of devices that hold no whole copies of a model.
+
+    keys: the dotted sections of `megatron` and of `pool`.
+    """
+    layout, (section, devices) = LayoutSizes.of(megatron, pool.num_devices), keys
+    if layout.world_size % layout.copy_size:
+        # With several nodes, the devices per node that work are the multiples of this.
+        unit = layout.copy_size // math.gcd(layout.copy_size, pool.nnodes)
+        used = " x ".join(f"{section}.{name}" for name in _dividing_sizes(megatron))
+        yield (
+            f"{devices}.nnodes x {devices}.n_gpus_per_node = {pool.nnodes} x {pool.n_gpus_per_node} = "
+            f"{layout.world_size}: must be a multiple of {used} = {layout.copy_size}; set {devices}.n_gpus_per_node="
+            f"{nearest_multiples(pool.n_gpus_per_node, unit)}, or sizes whose product divides {layout.world_size}"
+        )
+
+
+def _dividing_sizes(megatron: MegatronConfig) -> list[str]:
     """The keys above 1 whose product is the devices of one copy of the model; at least one key."""
     names = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
     return [name for name in names if getattr(megatron, name) > 1] or [names[0]]
@@ -89,7 +110,7 @@ def dividing_sizes(megatron: MegatronConfig) -> list[str]:
 def _devices(layout: LayoutSizes, megatron: MegatronConfig, prefix: str) -> Iterator[str]:
     """Checks that the sizes divide the devices, whatever the model."""
     if layout.world_size % layout.copy_size:
-        used = dividing_sizes(megatron)
+        used = _dividing_sizes(megatron)
         product = f" = {layout.copy_size}" if len(used) > 1 else ""
         yield (
             f"{' x '.join(f'{prefix}.{name}' for name in used)} = "
@@ -157,6 +178,23 @@ def _indivisible(key: str, parts: int, sizes: dict[str, int]) -> Iterator[str]:
     wrong = [f"{size} {name}" for name, size in sizes.items() if size % parts]
     if wrong:
         yield f"{key} = {parts}: must divide the model's {', '.join(wrong)}; set one of {divisors_text(allowed)}"
+
+
+def flash_attention_violations(impl: str | None, megatron: MegatronConfig, section: str) -> Iterator[str]:
+    """Yields the violation of trainer.flash_attention_impl where the trained model has another attention."""
+    if impl not in FLASH_ATTENTION_IMPLS:
+        return
+    subject = f"trainer.flash_attention_impl = {impl}: has no effect when"
+    if megatron.cp_comm_type is not None:
+        yield (
+            f"{subject} {section}.cp_comm_type = {megatron.cp_comm_type}, which takes Transformer Engine's attention; "
+            f"set {section}.cp_comm_type=null, or trainer.flash_attention_impl=null"
+        )
+    elif megatron.dtype == "float32":
+        yield (
+            f"{subject} {section}.dtype = float32, as it computes in 16 bits; set {section}.dtype=bfloat16, or "
+            "trainer.flash_attention_impl=null"
+        )
 
 
 def recompute_violations(sizes: ModelSizes, megatron: MegatronConfig, *, prefix: str) -> list[str]:

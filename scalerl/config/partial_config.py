@@ -8,20 +8,14 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import omegaconf.base
 from hydra.core.override_parser.types import Override
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from scalerl.config.companions import COMPANIONS
 from scalerl.config.foreign_keys import Translation, translator
-from scalerl.config.keys import defaults_of, fresh_defaults, key_table
+from scalerl.config.keys import fresh_defaults, key_table, raw_defaults
 from scalerl.config.value_checks import show
 from scalerl.config.written import as_text, misread, texts_of_override
-
-# OmegaConf parses an interpolation each time that its key is read, and a configuration has a hundred: most of the time
-# that it takes to resolve one. What it makes of a text is the same each time, and nothing writes into it.
-setattr(omegaconf.base, "parse", functools.lru_cache(maxsize=4096)(omegaconf.base.parse))  # noqa: B010
 
 # Dicts whose entries are checked one by one.
 OVERRIDES = ("override_transformer_config", "override_ddp_config", "override_optimizer_config")
@@ -38,25 +32,19 @@ class PartialConfig:
         kind: of a configuration, whose vocabulary of verl is understood.
         left_open: key -> text that a shell replaces by its value; None: no shell reads what is put.
         """
-        self.table, self._kind = key_table(schema), kind
+        self.table = key_table(schema)
         self.violations: list[str] = []
-        # Keys, sections and keys in dicts whose value may be another than the user meant; "" stands for all keys.
-        # Complete after `finish`.
-        self.doubtful: set[str] = set()
-        # Of the violations those of verl's keys that a run does without: nothing else is wrong by them.
-        self.refusals: list[str] = []
+        # Keys and sections whose value may be another than the user meant; "" stands for all keys. Complete after
+        # `finish`.
+        self.wrong: set[str] = set()
         # What became of verl's keys; complete after `finish`.
         self.translations: list[Translation] = []
-        # A line for each key that has a value because another one needs it; complete after `finish`.
-        self.followed: list[str] = []
         self._verl = translator(kind)
         # Entries of inherited dicts: dict -> key in it -> value.
         self._own_entries: dict[str, dict[str, Any]] = {}
-        self._defaults = defaults_of(schema)
+        self._raw_defaults = raw_defaults(schema)
         self._config = fresh_defaults(schema)
         self._mentioned: set[str] = set()
-        # Keys that verl's vocabulary has asked for.
-        self._asked: set[str] = set()
         self._written: set[str] = set()
         # Keys, of verl's too, -> their values with the numbers and booleans as they were written.
         self._texts: dict[str, Any] = {}
@@ -100,7 +88,7 @@ class PartialConfig:
     def put(self, key: str, value: Any, origin: str = "") -> None:
         """Sets `key`, or every key below it when it is a section; a key of verl is read in `finish`."""
         kind = self.table.kind(key)
-        if self._verl.knows(key, value, self):
+        if kind in ("unknown", "free") and self._verl.knows(key, value, self):
             self._verl.add(key, value, origin)
         elif isinstance(value, dict) and value and (kind == "unknown" or self._is_overrides(key)):
             self._put_inner(key, value, origin)
@@ -111,19 +99,30 @@ class PartialConfig:
             if (other := misread(written, self._texts.get(key))) is not None:
                 text, read = other
                 self._reject(key, f"{key} = {text}: is {read} in YAML{origin}; write {read}, or '{text}' in quotes")
-            self._put_leaf(key, written, origin)
+            self._put_own(key, written, value, origin)
         elif isinstance(value, dict):
             for name, inner in value.items():
                 self.put(f"{key}.{name}", inner, origin)
+        elif self._verl.knows(key, value, self):
+            self._verl.add(key, value, origin)
         else:
             keys = ", ".join(f"{key}.{child}" for child in self.table.children(key))
             self._reject(key, f"{key} = {show(value)}: is a section{origin}; set one of {keys}")
 
-    def _reject(self, key: str, violation: str) -> None:
-        """Adds a violation by which `key` has not got its value.
+    def _put_own(self, key: str, written: Any, value: Any, origin: str) -> None:
+        """Sets a key of scalerl's own; verl's vocabulary is asked about a text, and a value that it cannot have."""
+        violation, leaf = self._put_leaf(key, written, origin), self.table.leaves.get(key)
+        is_asked = violation is not None or (leaf is not None and (leaf.is_text or not leaf.allows(self.value(key))))
+        if is_asked and self._verl.knows(key, value, self):
+            OmegaConf.update(self._config, key, self._raw_defaults[key])
+            self._written.discard(key)
+            self._verl.add(key, value, origin)
+        elif violation:
+            self._mentioned.add(key)
+            self._reject(key, violation)
 
-        A key that is like no other will be left out, so that the others are then what they are now.
-        """
+    def _reject(self, key: str, violation: str) -> None:
+        """Adds a violation by which `key`, or the key that it is a misspelling of, has not got its value."""
         self.violations.append(violation)
         self.doubt(key)
 
@@ -131,11 +130,7 @@ class PartialConfig:
         """Notes that `key`, or the key that it is a misspelling of, may have another value than the user meant."""
         meant = key if not key or self.table.kind(key) != "unknown" else self.table.nearest(key)
         if meant is not None:
-            self.doubtful.add(meant)
-
-    def is_doubtful(self, key: str) -> bool:
-        """Whether the value of a known key may be another than the user meant."""
-        return any(not of or _is_below(key, of) or _is_below(of, key) for of in self.doubtful)
+            self.wrong.add(meant)
 
     def _put_inner(self, key: str, value: dict[Any, Any], origin: str) -> None:
         if self.table.kind(key) != "unknown" or any(self._is_known(f"{key}.{name}", value[name]) for name in value):
@@ -156,7 +151,6 @@ class PartialConfig:
 
     def value(self, key: str) -> Any:
         """The present value of a key; None where it cannot be resolved."""
-        self._asked.add(key)
         with contextlib.suppress(OmegaConfBaseException):
             return OmegaConf.select(self._config, key)
         return None
@@ -182,7 +176,6 @@ class PartialConfig:
     def resolved(self, value: Any) -> Any:
         """The value that a reference to other keys stands for; the text itself where it cannot be resolved."""
         if isinstance(value, str) and "${" in value:
-            self._asked.update(_references(value))
             with contextlib.suppress(OmegaConfBaseException):
                 return OmegaConf.create({"it": value}, parent=self._config).it
         return value
@@ -196,41 +189,13 @@ class PartialConfig:
         return self._verl.written(key)
 
     def _translate(self) -> None:
-        translated: set[str] = set()
         for translation, values in self._verl.translations(self):
-            translated |= values.keys()
             self.translations.append(translation)
             if translation.verdict == "refused":
                 self.violations.append(translation.violation)
-                self.refusals.append(translation.violation)
             for key, value in values.items():
-                self._put_leaf(key, value, translation.origin)
-        if any(map(self.is_doubtful, self._asked)):
-            self.doubtful |= translated
-
-    def _put_companions(self) -> None:
-        """Gives each key that was not put the value that others need of it."""
-        for companion in COMPANIONS:
-            has_keys = self.table.leaves.keys() >= {companion.key, *companion.of}
-            if companion.kind not in (None, self._kind) or companion.key in self._written or not has_keys:
-                continue
-            try:
-                values = tuple(OmegaConf.select(self._config, key, throw_on_missing=True) for key in companion.of)
-            except OmegaConfBaseException:  # `finish` says what is wrong with it.
-                continue
-            value = companion.value(*values)
-            if value is not None and OmegaConf.select(self._config, companion.key) != value:
-                OmegaConf.update(self._config, companion.key, value)
-                self.followed.append(companion.line(value, values))
-                if any(map(self.is_doubtful, companion.of)):
-                    self.doubtful.add(companion.key)
-
-    def _doubt_references(self) -> None:
-        """Makes the keys doubtful whose value is that of a doubtful key."""
-        raw = _raw_values(self._config, self.table.leaves)
-        sources = {key: _references(str(value)) for key, value in raw.items() if "${" in str(value)}
-        while new := {key for key in sources.keys() - self.doubtful if any(map(self.is_doubtful, sources[key]))}:
-            self.doubtful |= new
+                if violation := self._put_leaf(key, value, translation.origin):
+                    self._reject(key, violation)
 
     def _fill_inherited_dicts(self) -> None:
         for key, own in self._own_entries.items():
@@ -244,9 +209,6 @@ class PartialConfig:
         The instance holds a placeholder where a value is missing, and the default where it could not be resolved.
         """
         self._translate()
-        self._put_companions()
-        if self.doubtful:
-            self._doubt_references()
         self._fill_inherited_dicts()
         problems = []
         raw = _raw_values(self._config, self.table.leaves)
@@ -261,34 +223,34 @@ class PartialConfig:
             try:
                 OmegaConf.to_container(OmegaConf.create({"value": OmegaConf.select(self._config, key)}), resolve=True)
             except OmegaConfBaseException as error:
-                self.doubtful.add(key)
+                self.wrong.add(key)
                 problems.append(f"{key} = {raw[key]}: cannot be resolved: {_first_line(error)}; set {key} to a value")
-                default = self._raw_default(key)
+                default = self._raw_defaults[key]
                 OmegaConf.update(self._config, key, PLACEHOLDER if default == MISSING else default)
         return problems, OmegaConf.to_object(self._config)
 
-    def _put_leaf(self, key: str, value: Any, origin: str) -> None:
+    def _put_leaf(self, key: str, value: Any, origin: str) -> str | None:
+        """Gives a known key its value. Returns the violation of a value that is not of the key's type."""
         self._written.add(key)
         source = next((name for name in self.table.inherited if key.startswith(name + ".")), None)
         if source is not None:
             # An update would write into the dict that it is inherited from.
             self._own_entries.setdefault(source, {})[key.removeprefix(source + ".")] = value
-            return
+            return None
         try:
             OmegaConf.update(self._config, key, value, merge=True)
         except (OmegaConfBaseException, ValueError) as error:
-            self._mentioned.add(key)
-            self.doubtful.add(key)
             if self._left_open is not None and "$" in str(value):
                 self._left_open[key] = str(value)
             leaf = self.table.leaves.get(key)
             expected = _first_line(error) if leaf is None else f"must be {leaf.type_text}"
-            self.violations.append(f"{key} = {show(value)}: wrong type{origin}, {expected}{self._instead(key)}")
+            return f"{key} = {show(value)}: wrong type{origin}, {expected}{self._instead(key)}"
+        return None
 
     def _instead(self, key: str) -> str:
         if key not in self.table.leaves:
             return ""
-        default = self._raw_default(key)
+        default = self._raw_defaults[key]
         return "" if default == MISSING else f"; the default is {show(default)}"
 
     def _about(self, key: str) -> str:
@@ -297,23 +259,11 @@ class PartialConfig:
     def _at_root(self, name: Any) -> bool:
         return self.table.kind(str(name)) != "unknown"
 
-    def _raw_default(self, key: str) -> Any:
-        return _raw_values(self._defaults, [key])[key]
-
 
 def _raw_values(config: Any, keys: Iterable[str]) -> dict[str, Any]:
     """The values of the keys as they were written: interpolations and ??? stay."""
     container: Any = OmegaConf.to_container(config, resolve=False)
     return {key: functools.reduce(lambda node, part: node[part], key.split("."), container) for key in keys}
-
-
-def _references(value: str) -> list[str]:
-    return re.findall(r"\$\{([\w.]+)\}", value)
-
-
-def _is_below(key: str, section: str) -> bool:
-    """Whether a key is a section or dict, or in it."""
-    return key == section or key.startswith(section + ".")
 
 
 def _first_line(error: Exception) -> str:

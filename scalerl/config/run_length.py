@@ -6,9 +6,9 @@ import copy
 import math
 from collections.abc import Iterator
 
-from scalerl.config.model_specs import uses_critic
+from scalerl.config.names import ACTOR
+from scalerl.config.roles import uses_critic
 from scalerl.config.schema import OptimConfig, PPOConfig, RunConfig, SFTConfig
-from scalerl.config.sections import ACTOR
 from scalerl.config.validate import validate_ppo, validate_sft
 
 

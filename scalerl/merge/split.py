@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from scalerl.checkpoint.pieces import Piece, boxes, write_file, write_index
-from scalerl.config.pipeline_sizes import PipelineSizes
+from scalerl.config.layout import PipelineSizes
 from scalerl.merge.whole_directory import whole_directory
 from scalerl.models import (
     CHECKPOINT_MODEL_PREFIX,

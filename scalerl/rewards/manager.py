@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from scalerl.base.user_code import cause_of, file_of, is_same_definition, is_users_own, on_forget, place_of
-from scalerl.config.registered_names import REWARD_MANAGERS
+from scalerl.config.names import REWARD_MANAGERS
 from scalerl.config.schema import CustomRewardFunctionConfig, RewardModelConfig
 from scalerl.rewards.calls import Outcome, RewardCaller
 from scalerl.rewards.errors import RewardError

@@ -25,9 +25,9 @@ from scalerl.config import (
     total_steps,
     trained_layout,
 )
+from scalerl.config.names import ACTOR, ROLLOUT
 from scalerl.config.save import RESOLVED_CONFIG
 from scalerl.config.schema import ResourcePoolConfig, RunConfig
-from scalerl.config.sections import ACTOR, ROLLOUT
 from scalerl.data import PromptCursor
 from scalerl.models.flops import flops_shape
 from scalerl.parallel.layout import Layout

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from scalerl.base.garbage import frozen_imports
 from scalerl.base.user_code import forget_files
 from scalerl.cluster.device import devices_line
-from scalerl.config import batch_table, help_text, total_steps
+from scalerl.config import asked_text, batch_table, jobs_of, run_jobs, total_steps
 from scalerl.errors import run_main
 from scalerl.trainer.checks.early import composed_run
 from scalerl.trainer.console_texts import (
@@ -20,6 +21,7 @@ from scalerl.trainer.console_texts import (
     say_composed,
     say_how_it_ended,
 )
+from scalerl.trainer.run_name import run_directory
 
 if TYPE_CHECKING:
     from scalerl.cluster.processes import Processes
@@ -35,9 +37,12 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
     processes: processes that the run uses and leaves running at its end; None: the run starts its own.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if "--help" in arguments or "-h" in arguments:
-        print(help_text("ppo"))
+    if (text := asked_text("ppo", arguments)) is not None:
+        print(text)
         return 0
+    if (jobs := jobs_of(arguments)) is not None:
+        directory = partial(run_directory, "ppo")
+        return run_jobs(jobs, lambda job: main(job, processes), directory, "trainer.default_local_dir")
     # Files that an earlier run in this process imported.
     forget_files()
     dry_run = "--dry-run" in arguments

@@ -52,6 +52,15 @@ def named(kind: Literal["ppo", "sft"], overrides: Sequence[str]) -> tuple[Compos
     return replace(named, set_keys=composition.set_keys, lines=(*named.lines, says)), own
 
 
+def run_directory(kind: Literal["ppo", "sft"], overrides: Sequence[str]) -> str:
+    """The directory of a run, without the time in a name that `named` gives. Raises ConfigError."""
+    composition = composed(kind, overrides, rules=False)
+    trainer = composition.config.trainer
+    if trainer.experiment_name != AUTO_NAME:
+        return trainer.default_local_dir
+    return trainer.default_local_dir.replace(AUTO_NAME, "-".join(_without_time(composition)))
+
+
 def _without_time(composition: Composed) -> tuple[str, str]:
     """What is in front of the time in a name, model and data, and behind it, a digest of the keys that were set."""
     cfg: PPOConfig | SFTConfig = composition.config

@@ -44,9 +44,10 @@ def run_dir(inputs: Inputs, kept: Kept, tmp_path_factory: pytest.TempPathFactory
         directory / "run",
         f"custom_reward_function.path={directory / 'reward.py'}",
         "reward_model.on_error=zero",
-        "reward_model.overlong_buffer.enable=true",
+        *("reward_model.overlong_buffer.enable=true", "reward_model.reward_manager=dapo"),
         f"reward_model.overlong_buffer.len={BUFFER}",
         f"actor_rollout_ref.rollout.val_kwargs.n={VAL_SAMPLES}",
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
         "trainer.log_val_generations=100",
         f"trainer.total_training_steps={STEPS}",
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from scalerl.batch.data_proto import cu_seqlens_of
 from scalerl.cluster.probes.gpu import try_flash_attention
-from scalerl.config.error_collector import ErrorCollector
+from scalerl.config.errors import ErrorCollector
 from scalerl.config.schema import FLASH_ATTENTION_IMPLS, TrainerConfig
 from scalerl.parallel.attention import PackedAttention
 from scalerl.parallel.flash_attention import IMPLS, use_flash_attention

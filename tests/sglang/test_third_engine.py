@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from scalerl.config.rollout_engines import ROLLOUT_ENGINES, EngineTraits
 from scalerl.config.schema import RolloutConfig
+from scalerl.config.servers import ROLLOUT_ENGINES, EngineTraits
 from scalerl.rollout.generation import generate_samples
 from scalerl.rollout.servers.checksums import checksum_differences
 from scalerl.rollout.servers.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams

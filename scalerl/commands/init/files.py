@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from scalerl.config.machine import MAX_CPU_DEVICES, devices_here
+from scalerl.config.schema.devices import MAX_CPU_DEVICES, devices_here
 
 NUM_TRAIN, NUM_VAL = 128, 32
 # Below this a model is a toy, which learns nothing at the rates that suit a large one.

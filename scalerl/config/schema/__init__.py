@@ -1,7 +1,8 @@
-"""Declares each configuration key of scalerl once, with default and domain; rules between keys are in `config.rules`.
+"""Declares each configuration key of scalerl once: default, domain, meaning, and the checks between keys.
 
 A module holds the sections that belong together, and `commands` puts them together. Key names are those of verl where
-verl has the concept; a size says its unit in the comment above it.
+verl has the concept; a size has its unit in the comment above it. A relation between keys is a `@check` method of their
+section, or of the root where it is between sections.
 
 A section that extends another one has the other's keys. A key that is declared again keeps its domain unless
 `key(...)` gives another; `Other.name` as default is the other section's, and such a line only changes the comment.
@@ -9,64 +10,33 @@ A section that extends another one has the other's keys. A key that is declared 
 
 from __future__ import annotations
 
+from scalerl.config.names import FLASH_ATTENTION_IMPLS
 from scalerl.config.schema.actor import (
     LOSS_AGG_MODES,
     ActorConfig,
     CriticConfig,
-    CriticModelConfig,
     PolicyLossConfig,
     RefConfig,
 )
-from scalerl.config.schema.algorithm import (
-    IS_LEVELS,
-    RS_OPTIONS,
-    AlgorithmConfig,
-    FilterGroupsConfig,
-    KLControlConfig,
-    RolloutCorrectionConfig,
-)
-from scalerl.config.schema.commands import (
-    SCHEMAS,
-    ActorRolloutRefConfig,
-    EvalConfig,
-    GenerationConfig,
-    Kind,
-    PPOConfig,
-    SFTConfig,
-)
-from scalerl.config.schema.data import (
-    CustomClassConfig,
-    DataConfig,
-    EvalDataConfig,
-    GenerationDataConfig,
-    SFTDataConfig,
-)
-from scalerl.config.schema.devices import JudgePoolConfig, ResourcePoolConfig, RolloutPoolConfig
-from scalerl.config.schema.fields import domain_violations, domains_of, key, same_as
+from scalerl.config.schema.algorithm import AlgorithmConfig, KLControlConfig, RolloutCorrectionConfig
+from scalerl.config.schema.commands import SCHEMAS, EvalConfig, GenerationConfig, Kind, SFTConfig
+from scalerl.config.schema.data import CustomClassConfig, DataConfig, SFTDataConfig
+from scalerl.config.schema.devices import DevicesConfig, ResourcePoolConfig
+from scalerl.config.schema.fields import domain_violations, domains_of
 from scalerl.config.schema.launch import LaunchConfig, SlurmConfig
 from scalerl.config.schema.model import MegatronConfig, ModelConfig, OptimConfig
+from scalerl.config.schema.ppo import PPOConfig
 from scalerl.config.schema.reward import (
     CustomRewardFunctionConfig,
-    EvalRewardConfig,
     JudgeConfig,
     JudgeModelConfig,
     OverlongBufferConfig,
     RewardModelConfig,
-    ScoringModelConfig,
 )
-from scalerl.config.schema.rollout import (
-    GenerationRolloutConfig,
-    ProgramConfig,
-    RolloutConfig,
-    ServerConfig,
-    ValSamplingConfig,
-)
+from scalerl.config.schema.rollout import ProgramConfig, RolloutConfig, ServerConfig
 from scalerl.config.schema.trainer import (
-    FLASH_ATTENTION_IMPLS,
     LOGGERS,
     CustomFitConfig,
-    EvalTrainerConfig,
-    GenerationTrainerConfig,
     RunConfig,
     SFTTrainerConfig,
     TrainerConfig,
@@ -74,32 +44,21 @@ from scalerl.config.schema.trainer import (
 
 __all__ = [
     "FLASH_ATTENTION_IMPLS",
-    "IS_LEVELS",
     "LOGGERS",
     "LOSS_AGG_MODES",
-    "RS_OPTIONS",
     "SCHEMAS",
     "ActorConfig",
-    "ActorRolloutRefConfig",
     "AlgorithmConfig",
     "CriticConfig",
-    "CriticModelConfig",
     "CustomClassConfig",
     "CustomFitConfig",
     "CustomRewardFunctionConfig",
     "DataConfig",
+    "DevicesConfig",
     "EvalConfig",
-    "EvalDataConfig",
-    "EvalRewardConfig",
-    "EvalTrainerConfig",
-    "FilterGroupsConfig",
     "GenerationConfig",
-    "GenerationDataConfig",
-    "GenerationRolloutConfig",
-    "GenerationTrainerConfig",
     "JudgeConfig",
     "JudgeModelConfig",
-    "JudgePoolConfig",
     "KLControlConfig",
     "Kind",
     "LaunchConfig",
@@ -115,18 +74,13 @@ __all__ = [
     "RewardModelConfig",
     "RolloutConfig",
     "RolloutCorrectionConfig",
-    "RolloutPoolConfig",
     "RunConfig",
     "SFTConfig",
     "SFTDataConfig",
     "SFTTrainerConfig",
-    "ScoringModelConfig",
     "ServerConfig",
     "SlurmConfig",
     "TrainerConfig",
-    "ValSamplingConfig",
     "domain_violations",
     "domains_of",
-    "key",
-    "same_as",
 ]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from scalerl.config.names import ACTOR
 from scalerl.config.schema.devices import ResourcePoolConfig
-from scalerl.config.schema.fields import key, same_as, times
+from scalerl.config.schema.fields import Place, at_most, check, key, same_as, times
 from scalerl.config.schema.model import MegatronConfig, MicroBatchConfig, ModelCodeConfig, OptimConfig, as_actor
 from scalerl.config.value_checks import FINITE, FRACTION, KL_KIND, TEXT, above, at_least, one_of, or_null
 
@@ -16,7 +18,6 @@ LOSS_AGG_MODES = (
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 )
-_ACTOR = "actor_rollout_ref.actor"
 
 
 @dataclass
@@ -39,15 +40,32 @@ class PolicyLossConfig:
     # dro: weight of the squared log-ratio in the loss; loss_mode=dro needs it.
     dro_beta: float | None = key(None, or_null(above(0)))
 
+    @check("clip_cov_lb", "clip_cov_ub")
+    def covariance_band(self, at: Place) -> Iterator[str]:
+        lower, upper = self.clip_cov_lb, self.clip_cov_ub
+        if lower >= upper:
+            yield (
+                f"{at('clip_cov_lb')} = {lower:g}: must be below {at('clip_cov_ub')} = {upper:g}; set "
+                f"{at('clip_cov_ub')}={lower + 1:g} or more"
+            )
+
+    @check("loss_mode", "dro_beta")
+    def weight_of_dro(self, at: Place) -> Iterator[str]:
+        if self.loss_mode == "dro" and self.dro_beta is None:
+            yield (
+                f"{at('dro_beta')} = null: loss_mode = dro needs the weight of its squared log-ratio; set "
+                f"{at('dro_beta')}=0.1, or another number above 0"
+            )
+
 
 @dataclass
 class PPOModelConfig:
     """The keys that actor and critic have in common: how a step's samples become updates."""
 
-    # Prompts per optimizer update (times rollout.n = samples). Not set: at most data.train_batch_size.
-    ppo_mini_batch_size: int = key(256, at_least(1))
+    # Prompts per optimizer update (times rollout.n = samples).
+    ppo_mini_batch_size: int = key(at_most(256, "data.train_batch_size"), at_least(1))
     # Tokens of a packed micro-batch, over all devices that share its samples.
-    max_tokens_per_micro_batch: int = key(times(16384, f"{_ACTOR}.megatron.context_parallel_size"), at_least(1))
+    max_tokens_per_micro_batch: int = key(times(16384, f"{ACTOR}.megatron.context_parallel_size"), at_least(1))
     # Passes over a step's samples.
     ppo_epochs: int = key(1, at_least(1))
     # How the losses of tokens become one number (docs/algorithms.md).
@@ -98,10 +116,10 @@ class CriticConfig(MicroBatchConfig, PPOModelConfig):
     """The value model of algorithm.adv_estimator=gae, and of estimators of your own that need values."""
 
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
-    ppo_mini_batch_size: int = same_as(f"{_ACTOR}.ppo_mini_batch_size")
-    ppo_epochs: int = same_as(f"{_ACTOR}.ppo_epochs")
-    loss_agg_mode: str = same_as(f"{_ACTOR}.loss_agg_mode")
-    loss_scale_factor: float = same_as(f"{_ACTOR}.loss_scale_factor")
+    ppo_mini_batch_size: int = same_as(f"{ACTOR}.ppo_mini_batch_size")
+    ppo_epochs: int = same_as(f"{ACTOR}.ppo_epochs")
+    loss_agg_mode: str = same_as(f"{ACTOR}.loss_agg_mode")
+    loss_scale_factor: float = same_as(f"{ACTOR}.loss_scale_factor")
     # A value counts in the loss up to this far from what it was when the step began.
     cliprange_value: float = key(0.5, above(0))
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from scalerl.config.schema.fields import key
-from scalerl.config.value_checks import KL_KIND, TEXT, THRESHOLD, UNIT, above, at_least, one_of, or_null, some_of
-
-# Values of rollout_correction.rollout_is.
-IS_LEVELS = ("token", "sequence", "geometric")
-# Tests that rollout_correction.rollout_rs may name.
-RS_OPTIONS = (
-    *(f"token_{kind}" for kind in ("k1", "k2", "k3")),
-    *(f"seq_sum_{kind}" for kind in ("k1", "k2", "k3")),
-    *(f"seq_mean_{kind}" for kind in ("k1", "k2", "k3")),
-    *(f"seq_max_{kind}" for kind in ("k2", "k3")),
-)
+from scalerl.config.correction import IS_LEVELS, RS_OPTIONS, correction_violations
+from scalerl.config.schema.fields import Place, check, key
+from scalerl.config.value_checks import KL_KIND, TEXT, THRESHOLD, UNIT, above, at_least, one_of, or_null, show, some_of
 
 
 @dataclass
@@ -39,6 +31,14 @@ class RolloutCorrectionConfig:
     rollout_token_veto_threshold: float | None = key(None, or_null(above(0, below=1)))
     # Take the sampler's log-probs as old_logprobs, without a pass of the trainer; excludes weights and rejection.
     bypass_mode: bool = False
+
+    @check()
+    def thresholds_and_tests(self, at: Place) -> Iterator[str]:
+        others = {"rollout_is_batch_normalize": ("rollout_is",), "rollout_rs_threshold": ("rollout_rs",)}
+        for text in correction_violations(self, prefix=at.prefix.rstrip(".")):
+            name = text.removeprefix(at.prefix).partition(" = ")[0]
+            if at.knows(at(name), *map(at, others.get(name, ("bypass_mode",)))):
+                yield text
 
 
 @dataclass
@@ -88,3 +88,18 @@ class AlgorithmConfig:
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+
+    @check("use_kl_in_reward", "kl_penalty", "kl_ctrl")
+    def kl_in_the_reward(self, at: Place) -> Iterator[str]:
+        control, default = asdict(self.kl_ctrl), asdict(KLControlConfig())
+        changed = {f"kl_ctrl.{name}": value for name, value in control.items() if value != default[name]}
+        if self.kl_penalty != AlgorithmConfig.kl_penalty:
+            changed = {"kl_penalty": self.kl_penalty} | changed
+        # A weight of 0 asks for no KL, and there is none.
+        changed = {name: value for name, value in changed.items() if (name, value) != ("kl_ctrl.kl_coef", 0)}
+        if changed and not self.use_kl_in_reward:
+            first, value = next(iter(changed.items()))
+            yield (
+                f"{at(first)} = {show(value)}: has no effect when {at('use_kl_in_reward')} = false; set "
+                f"{at('use_kl_in_reward')}=true, or leave {', '.join(map(at, changed))} out"
+            )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import MISSING
 
-from scalerl.config.schema.fields import key, same_as, times
+from scalerl.config.schema.fields import Place, check, key, same_as, times
 from scalerl.config.value_checks import FILES, PARQUET, TEXT, all_or_at_least, at_least, one_of, or_null
 
 
@@ -92,6 +93,15 @@ class DataConfig(TrainingDataConfig):
     image_key: str = key("images", TEXT)
     custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
 
+    @check("gen_batch_size", "train_batch_size")
+    def enough_prompts_begun(self, at: Place) -> Iterator[str]:
+        begun, batch = self.gen_batch_size, self.train_batch_size
+        if begun < batch:
+            yield (
+                f"{at('gen_batch_size')} = {begun}: must be at least {at('train_batch_size')} = {batch}; set "
+                f"{at('gen_batch_size')}={batch} or more"
+            )
+
 
 @dataclass
 class SFTDataConfig(TrainingDataConfig):
@@ -138,6 +148,14 @@ class GenerationDataConfig(ResponseFilesConfig, ChatConfig):
     # Parquet file with the columns of the input and the responses. Until it is complete,
     # OUTPUT_PATH.parts has the responses that are done.
     output_path: str = key(MISSING, PARQUET)
+
+    @check("prompt_key", "response_key")
+    def responses_in_a_new_column(self, at: Place) -> Iterator[str]:
+        if self.response_key == self.prompt_key:
+            yield (
+                f"{at('response_key')} = {self.response_key}: is {at('prompt_key')} too, and both columns are written; "
+                f"set {at('response_key')}=responses"
+            )
 
 
 @dataclass

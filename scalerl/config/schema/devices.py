@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from typing import Any
 
-from scalerl.config.machine import DEVICES_HERE
+from omegaconf import OmegaConf
+
+from scalerl.base import nvidia
 from scalerl.config.schema.fields import key, same_as
 from scalerl.config.value_checks import above, at_least, one_of
+
+# On a CPU a device is a process of about a gigabyte.
+MAX_CPU_DEVICES = 8
+_RESOLVER = "devices_here"
+# The default of trainer.n_gpus_per_node: an interpolation, for it follows from trainer.device.
+DEVICES_HERE: Any = f"${{{_RESOLVER}:${{trainer.device}}}}"
+
+
+def devices_here(device: str) -> int:
+    """The number of this machine's GPUs, or on a CPU of its cores, at most MAX_CPU_DEVICES.  device: trainer.device."""
+    num_gpus = 0 if device == "cpu" else nvidia.count_devices()
+    if num_gpus or device == "cuda":
+        return max(1, num_gpus)
+    return min(num_cores(), MAX_CPU_DEVICES)
+
+
+def num_cores() -> int:
+    """The number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+OmegaConf.register_new_resolver(_RESOLVER, lambda device: devices_here(device), replace=True)
 
 
 @dataclass
@@ -24,6 +52,11 @@ class DevicesConfig:
     # what is missing.
     timeout_s: float = key(1800.0, above(0))
 
+    @property
+    def num_devices(self) -> int:
+        """The number of devices of all nodes; on a CPU, of processes."""
+        return self.nnodes * self.n_gpus_per_node
+
 
 @dataclass
 class ResourcePoolConfig:
@@ -33,6 +66,11 @@ class ResourcePoolConfig:
     nnodes: int = key(0, at_least(0))
     # Devices (on CPU: processes) per node of that pool.
     n_gpus_per_node: int = key(same_as("trainer.n_gpus_per_node"), at_least(1))
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices of all nodes; on a CPU, of processes."""
+        return self.nnodes * self.n_gpus_per_node
 
 
 @dataclass

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from omegaconf import MISSING
 
-from scalerl.config.schema.fields import key, same_as
+from scalerl.config.schema.fields import Place, check, key, same_as
+from scalerl.config.suggestions import divisors
+from scalerl.config.transformer_engine import (
+    expert_violations,
+    transformer_engine_version,
+    transformer_engine_violations,
+)
 from scalerl.config.value_checks import (
     BETAS,
     DTYPE,
@@ -18,6 +26,7 @@ from scalerl.config.value_checks import (
     list_of,
     one_of,
     or_null,
+    show,
 )
 
 # Modules that selective recompute knows. megatron's moe_act is not among them: it needs megatron's own grouped experts.
@@ -59,7 +68,7 @@ class OptimConfig:
     # How lr falls after the warm-up.
     lr_decay_style: str = key("constant", one_of("constant", "linear", "cosine"))
     # Optimizer updates over which lr decays to min_lr; null: all of the run.
-    lr_decay_updates: int | None = key(None, or_null(at_least(1)))
+    lr_decay_updates: int | None = key(None, or_null(at_least(1)), only_with="lr_decay_style=linear|cosine")
     min_lr: float = key(0.0, at_least(0))
     weight_decay: float = key(0.01, at_least(0))
     betas: list[float] = key([0.9, 0.999], BETAS)
@@ -67,6 +76,23 @@ class OptimConfig:
     clip_grad: float = key(1.0, at_least(0))
     # Fields of Megatron's OptimizerConfig that have no key here, e.g. override_optimizer_config.adam_eps=1e-9.
     override_optimizer_config: dict[str, Any] = field(default_factory=dict)
+
+    @check("lr_decay_updates", "lr_warmup_updates")
+    def warm_up_before_decay(self, at: Place) -> Iterator[str]:
+        decay, warm_up = self.lr_decay_updates, self.lr_warmup_updates
+        if decay is not None and warm_up >= decay:
+            yield (
+                f"{at('lr_warmup_updates')} = {warm_up}: must be below {at('lr_decay_updates')} = {decay}; set at most "
+                f"{at('lr_warmup_updates')}={decay - 1}"
+            )
+
+    @check("lr", "min_lr")
+    def floor_below_peak(self, at: Place) -> Iterator[str]:
+        if self.min_lr > self.lr:
+            yield (
+                f"{at('min_lr')} = {self.min_lr}: must be at most {at('lr')} = {self.lr}; set {at('min_lr')}={self.lr} "
+                "or less"
+            )
 
 
 @dataclass
@@ -117,11 +143,13 @@ class MegatronConfig:
     recompute_granularity: str | None = key(None, or_null(one_of("selective", "full")))
     # Only with full. uniform: recompute_num_layers layers at a time, from the input of the first; block: the first
     # recompute_num_layers layers of each model chunk, the others keep everything.
-    recompute_method: str = key("uniform", one_of("uniform", "block"))
+    recompute_method: str = key("uniform", one_of("uniform", "block"), only_with="recompute_granularity=full")
     # Only with full. With uniform 1 keeps the least.
-    recompute_num_layers: int = key(1, at_least(1))
+    recompute_num_layers: int = key(1, at_least(1), only_with="recompute_granularity=full")
     # Only with selective. mlp: of dense layers.
-    recompute_modules: list[str] = key(["core_attn"], list_of(*RECOMPUTE_MODULES))
+    recompute_modules: list[str] = key(
+        ["core_attn"], list_of(*RECOMPUTE_MODULES), only_with="recompute_granularity=selective"
+    )
     # Keep parameters in host memory while this model does not compute.
     param_offload: bool = False
     # Release the gradient buffers while this model does not compute; they come back as zeros, as an update starts.
@@ -143,10 +171,84 @@ class MegatronConfig:
     # Fields of Megatron's DistributedDataParallelConfig that have no key here, for models that are trained.
     override_ddp_config: dict[str, Any] = field(default_factory=dict)
 
+    @check("recompute_granularity", "recompute_modules")
+    def recomputes_something(self, at: Place) -> Iterator[str]:
+        if self.recompute_granularity == "selective" and not self.recompute_modules:
+            yield (
+                f"{at('recompute_modules')} = []: {at('recompute_granularity')} = selective needs one at least; set "
+                f"for example {at('recompute_modules')}=[core_attn]"
+            )
+
+    @check("initial_loss_scale", "min_loss_scale")
+    def loss_scale_above_the_lowest(self, at: Place) -> Iterator[str]:
+        initial, lowest = self.initial_loss_scale, self.min_loss_scale
+        if lowest > initial:
+            yield (
+                f"{at('min_loss_scale')} = {lowest:g}: must be at most {at('initial_loss_scale')} = {initial:g}; set "
+                f"{at('min_loss_scale')}={initial:g} or less"
+            )
+
+    @check("cp_comm_type", "hierarchical_context_parallel_sizes", "context_parallel_size")
+    def hierarchy_of_context_ranks(self, at: Place) -> Iterator[str]:
+        kind, sizes, cp_size = self.cp_comm_type, self.hierarchical_context_parallel_sizes, self.context_parallel_size
+        key = at("hierarchical_context_parallel_sizes")
+        if kind != "a2a+p2p" and sizes is not None:
+            yield (
+                f"{key} = {show(sizes)}: only for cp_comm_type = a2a+p2p, which is {show(kind)}; set "
+                f"{at('cp_comm_type')}=a2a+p2p and {at('context_parallel_size')}={math.prod(sizes)}, or {key}=null"
+            )
+        if kind == "a2a+p2p" and (sizes is None or math.prod(sizes) != cp_size):
+            pairs = [f"[{size},{cp_size // size}]" for size in divisors(cp_size) if 1 < size < cp_size]
+            remedy = f"set {key}={' or '.join(pairs or ['[2,2]'])}"
+            if not pairs:
+                remedy += f" and {at('context_parallel_size')}=4"
+            yield (
+                f"{key} = {show(sizes)}: {at('cp_comm_type')} = a2a+p2p needs two sizes above 1 whose product is "
+                f"{at('context_parallel_size')} = {cp_size}; {remedy}, or {at('cp_comm_type')}=p2p, which needs none"
+            )
+
+    @check("cp_comm_type", "dtype")
+    def attention_in_16_bits(self, at: Place) -> Iterator[str]:
+        if self.cp_comm_type is not None and self.dtype == "float32":
+            yield (
+                f"{at('cp_comm_type')} = {self.cp_comm_type}: Transformer Engine's attention computes in 16 bits, and "
+                f"{at('dtype')} = float32; set {at('dtype')}=bfloat16, or {at('cp_comm_type')}=null"
+            )
+
+    @check("override_ddp_config", "use_distributed_optimizer")
+    def late_gather_of_a_distributed_optimizer(self, at: Place) -> Iterator[str]:
+        if self.override_ddp_config.get("overlap_param_gather") and not self.use_distributed_optimizer:
+            yield (
+                f"{at('override_ddp_config')}.overlap_param_gather = true: only with "
+                f"{at('use_distributed_optimizer')} = true, whose ranks gather parameters; set "
+                f"{at('use_distributed_optimizer')}=true, or leave it out"
+            )
+
+    @check("cp_comm_type", "context_parallel_size", "trainer.device")
+    def attention_of_the_machine(self, at: Place) -> Iterator[str]:
+        if at.device is not None and (at.is_here or at.device == "cpu"):
+            yield from transformer_engine_violations(
+                self.cp_comm_type,
+                self.context_parallel_size,
+                prefix=at.prefix.rstrip("."),
+                device=at.device,
+                version=transformer_engine_version(),
+            )
+
+    @check("moe_experts_impl", "trainer.device")
+    def experts_of_the_machine(self, at: Place) -> Iterator[str]:
+        if at.device is not None and (at.is_here or at.device == "cpu"):
+            yield from expert_violations(
+                self.moe_experts_impl,
+                prefix=at.prefix.rstrip("."),
+                device=at.device,
+                version=transformer_engine_version(),
+            )
+
 
 @dataclass
 class MicroBatchConfig:
-    """The key of every model beside the actor: the size of its micro-batches, which is the actor's by default."""
+    """The size of the micro-batches of a model other than the actor, which is the actor's by default."""
 
     # Tokens of a packed micro-batch, over all devices that share its samples.
     max_tokens_per_micro_batch: int = key(same_as("actor_rollout_ref.actor.max_tokens_per_micro_batch"), at_least(1))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from scalerl.config.names import REWARD_MANAGERS
 from scalerl.config.schema.devices import JudgePoolConfig, ResourcePoolConfig
-from scalerl.config.schema.fields import key, same_as
+from scalerl.config.schema.fields import Place, check, key, same_as, share
 from scalerl.config.schema.model import MegatronConfig, MicroBatchConfig, OptionalModelConfig, as_actor
 from scalerl.config.schema.rollout import ServerConfig
+from scalerl.config.servers import ReplicaRoom, replica_violations
 from scalerl.config.value_checks import FINITE, NOT_ZERO, PATTERN, TEXT, WEIGHTS, above, at_least, one_of, or_null
 
 
@@ -72,16 +75,52 @@ class JudgeConfig(ServerConfig):
     num_replicas: int | None = ServerConfig.num_replicas
     resource_pool: JudgePoolConfig = field(default_factory=JudgePoolConfig)
 
+    @check("enable", "model", "resource_pool")
+    def model_and_devices(self, at: Place) -> Iterator[str]:
+        path, pool = self.model.path, self.resource_pool
+        lacks = [] if path is not None else [f"{at('model.path')}=DIRECTORY"]
+        if not pool.nnodes:
+            per_node = at("resource_pool.n_gpus_per_node")
+            lacks += [f"{at('resource_pool.nnodes')}=1", f"{per_node}={pool.n_gpus_per_node}"]
+        if self.enable and lacks:
+            yield (
+                f"{at('enable')} = true: needs the directory of a language model, and devices of its own, as it writes "
+                f"while the policy generates; set {' and '.join(lacks)}, or {at('enable')}=false"
+            )
+        given = {at("model.path"): path, at("resource_pool.nnodes"): pool.nnodes}
+        unused = {key: value for key, value in given.items() if value}
+        if unused and not self.enable:
+            key, value = next(iter(unused.items()))
+            yield (
+                f"{key} = {value}: has no effect when {at('enable')} = false; set "
+                f"{' and '.join([at('enable') + '=true', *lacks])}, or leave {' and '.join(unused)} out"
+            )
+
+    @check("enable", "name", "tensor_model_parallel_size", "num_replicas", "resource_pool")
+    def replicas_fit(self, at: Place) -> Iterator[str]:
+        pool = self.resource_pool
+        if self.enable and pool.nnodes:
+            room = ReplicaRoom(pool.nnodes, pool.n_gpus_per_node, self.tensor_model_parallel_size)
+            yield from replica_violations(self, at.prefix.rstrip("."), room, at("resource_pool"))
+
+    @check("enable", "min_score", "max_score")
+    def range_of_scores(self, at: Place) -> Iterator[str]:
+        low, high = self.min_score, self.max_score
+        if self.enable and low >= high:
+            yield (
+                f"{at('min_score')} = {low:g}: must be below {at('max_score')} = {high:g}, or every sample has the "
+                f"same score; set {at('max_score')}={low + 1:g} or more"
+            )
+
 
 @dataclass
 class OverlongBufferConfig:
     """The penalty of responses that come near their limit of tokens."""
 
-    # With reward_manager=dapo, then the default: lower the score of responses that end in the last `len` tokens of
-    # max_resp_len.
+    # With reward_manager=dapo: lower the score of responses that end in the last `len` tokens of max_resp_len.
     enable: bool = False
-    # Tokens of the buffer. Not set, with enable: a fifth of max_resp_len.
-    len: int = key(0, at_least(0))
+    # Tokens of the buffer. The paper (arXiv 2503.14476) has 4096 of 20480.
+    len: int = key(share(5, "reward_model.overlong_buffer.max_resp_len"), at_least(0))
     # What is taken off at max_resp_len; less before, in proportion to the tokens in the buffer.
     penalty_factor: float = key(1.0, at_least(0))
     # Tokens at which the buffer ends.
@@ -107,9 +146,6 @@ class RewardManagerConfig:
 class RewardModelConfig(MicroBatchConfig, RewardManagerConfig):
     """`reward_model` of `scalerl train`."""
 
-    # naive | batch | dapo | prime, or a name registered with rewards.register_reward_manager. Not set: dapo with
-    # overlong_buffer.enable.
-    reward_manager: str = RewardManagerConfig.reward_manager
     # Score the samples of prompts whose reward_model.style is "model" with reward_model.model; the others keep the
     # reward function's score.
     enable: bool = False
@@ -118,6 +154,30 @@ class RewardModelConfig(MicroBatchConfig, RewardManagerConfig):
     resource_pool: ResourcePoolConfig = field(default_factory=ResourcePoolConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+
+    @check("enable", "model.path")
+    def model_given(self, at: Place) -> Iterator[str]:
+        path = self.model.path
+        if self.enable and path is None:
+            yield (
+                f"{at('model.path')} = null: needed when {at('enable')} = true; set {at('model.path')}=DIRECTORY, of a "
+                f"model with a score head, or {at('enable')}=false"
+            )
+        if path is not None and not self.enable:
+            yield (
+                f"{at('model.path')} = {path}: has no effect when {at('enable')} = false; set {at('enable')}=true, or "
+                f"{at('model.path')}=null"
+            )
+
+    @check("reward_manager", "overlong_buffer")
+    def overlong_buffer_is_read(self, at: Place) -> Iterator[str]:
+        buffer, manager = self.overlong_buffer, self.reward_manager
+        # A manager of the user's own may read these keys.
+        if buffer.enable and manager in REWARD_MANAGERS.own and manager != "dapo":
+            yield (
+                f"{at('overlong_buffer.enable')} = true: has no effect when {at('reward_manager')} = {manager}; set "
+                f"{at('reward_manager')}=dapo, or {at('overlong_buffer.enable')}=false"
+            )
 
 
 @dataclass

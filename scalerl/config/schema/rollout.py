@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from scalerl.config.rollout_engines import ROLLOUT_ENGINES
+from scalerl.config.names import GROUP_ESTIMATORS
 from scalerl.config.schema.devices import RolloutPoolConfig
-from scalerl.config.schema.fields import key
+from scalerl.config.schema.fields import Place, by_value, check, key
+from scalerl.config.servers import ROLLOUT_ENGINES
 from scalerl.config.value_checks import (
     DTYPE,
     FRACTION,
@@ -38,8 +40,16 @@ class ValSamplingConfig(SamplingConfig):
 
     # Samples per prompt.
     n: int = key(1, at_least(1))
-    # False: greedy, whatever the temperature. Not set: true where n is above 1.
+    # False: greedy, whatever the temperature.
     do_sample: bool = False
+
+    @check("n", "do_sample")
+    def greedy_once(self, at: Place) -> Iterator[str]:
+        if self.n > 1 and not self.do_sample:
+            yield (
+                f"{at('n')} = {self.n}: greedy decoding gives the same answer each time; set {at('do_sample')}=true, "
+                f"or {at('n')}=1"
+            )
 
 
 @dataclass
@@ -88,8 +98,8 @@ class ProgramConfig:
 class RolloutConfig(ServerConfig):
     """The servers of the policy."""
 
-    # Samples per prompt. Not set: 8 where algorithm.adv_estimator compares the samples of a prompt.
-    n: int = key(1, at_least(1))
+    # Samples per prompt; 8 where the estimator compares the samples of a prompt.
+    n: int = key(by_value("algorithm.adv_estimator", GROUP_ESTIMATORS, 8, 1), at_least(1))
     # Generate max_response_length tokens, even where the response ends earlier.
     ignore_eos: bool = False
     # null: as many as fit on the trainer's devices (world size / tensor_model_parallel_size), or on resource_pool.
@@ -112,9 +122,8 @@ class RolloutConfig(ServerConfig):
     # broadcast: over the network (NCCL, on a CPU gloo); disk: through files in weight_transport_dir;
     # auto: shared with hybrid_engine, else broadcast.
     weight_transport: str = key("auto", one_of("auto", "shared", "broadcast", "disk"))
-    # Directory on a file system that all nodes share, with room for two copies of the weights; for disk alone. Not set,
-    # with weight_transport=disk: trainer.default_local_dir.
-    weight_transport_dir: str | None = key(None, or_null(TEXT))
+    # Directory on a file system that all nodes share, with room for two copies of the weights; for disk alone.
+    weight_transport_dir: str | None = key(None, or_null(TEXT), only_with="weight_transport=disk")
     # Compare per-tensor checksums of server and trainer after the first 3 syncs of a run, after those to a restarted
     # server, and after every k-th; 0 never.
     verify_weights_every: int = key(10, at_least(0))
@@ -123,6 +132,15 @@ class RolloutConfig(ServerConfig):
     generation_timeout_s: float = key(7200.0, above(0))
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
     program: ProgramConfig = field(default_factory=ProgramConfig)
+
+    @check("weight_transport", "weight_transport_dir")
+    def directory_of_weights(self, at: Place) -> Iterator[str]:
+        if self.weight_transport == "disk" and self.weight_transport_dir is None:
+            yield (
+                f"{at('weight_transport_dir')} = null: needed when {at('weight_transport')} = disk; set "
+                f"{at('weight_transport_dir')}=DIRECTORY, which all nodes share, with room for two copies of the "
+                "weights"
+            )
 
 
 @dataclass

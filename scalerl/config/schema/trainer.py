@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from scalerl.config.names import FLASH_ATTENTION_IMPLS, IMPORT_FILES
 from scalerl.config.schema.devices import DevicesConfig
-from scalerl.config.schema.fields import key, same_as
+from scalerl.config.schema.fields import Place, check, key, same_as
 from scalerl.config.value_checks import (
     DEVICE_MEMORY,
     RANKS,
@@ -19,14 +22,17 @@ from scalerl.config.value_checks import (
     at_least,
     one_of,
     or_null,
+    show,
 )
 
 # Tracking backends that are scalerl's own.
 LOGGERS = ("console", "mlflow", "file", "tensorboard", "wandb", "swanlab")
+# The metrics of a validation by which checkpoints are ranked, as messages propose them (trainer.best_ckpt_metric).
+BEST_METRIC = {"ppo": "val-core/*/reward/mean@*", "sft": "val/loss"}
+# The steps between checkpoints that a message proposes.
+_SAVE_FREQ = 20
 # A run without a name of the user's, which `scalerl.trainer.run_name` names.
 AUTO_NAME = "auto"
-# Implementations of FlashAttention that torch can call instead of its own; what they need is in parallel's table.
-FLASH_ATTENTION_IMPLS = ("FA3", "FA4")
 
 
 @dataclass
@@ -66,7 +72,7 @@ class RunConfig(UserFilesConfig, DevicesConfig):
     # Steps between checkpoints; the last step has one, too. -1: the last step alone; 0: none, and the trained weights
     # are lost. A run that is asked to stop saves in any case.
     save_freq: int = key(-1, SAVE_FREQ)
-    # Steps between validations; -1: none in between. Not set, with best_ckpt_to_keep: save_freq.
+    # Steps between validations; -1: none in between.
     test_freq: int = key(-1, all_or_at_least(1))
     # Checkpoints, resolved config, metrics.jsonl and the MLflow file of this run.
     default_local_dir: str = key("outputs/${trainer.project_name}/${trainer.experiment_name}", TEXT)
@@ -77,14 +83,15 @@ class RunConfig(UserFilesConfig, DevicesConfig):
     # continue from resume_from_path.
     resume_mode: str = key("auto", one_of("auto", "disable", "resume_path"))
     # A global_step_N directory, for resume_mode=resume_path alone.
-    resume_from_path: str | None = key(None, or_null(TEXT))
-    # Newest checkpoints that stay; null keeps all. Not set, with best_ckpt_to_keep or ckpt_every_to_keep: 1.
+    resume_from_path: str | None = key(None, or_null(TEXT), only_with="resume_mode=resume_path")
+    # Newest checkpoints that stay; null keeps all.
     max_actor_ckpt_to_keep: int | None = key(None, or_null(at_least(1)))
-    # Checkpoints with the best best_ckpt_metric that stay beside the newest; needs save_freq above 0.
+    # Checkpoints with the best best_ckpt_metric that stay in addition to the newest; needs save_freq and test_freq
+    # above 0, best_ckpt_metric and max_actor_ckpt_to_keep.
     best_ckpt_to_keep: int = key(0, at_least(0))
     # A metric of the validation, as it is logged; * stands for any text, and several metrics count by their mean. A
-    # checkpoint whose step was not validated has none. Not set, with best_ckpt_to_keep: the mean reward of all data
-    # sources, val-core/*/reward/mean@*; of fine-tuning val/loss.
+    # checkpoint whose step was not validated has none. The mean reward of all data sources is val-core/*/reward/mean@*;
+    # fine-tuning has val/loss.
     best_ckpt_metric: str | None = key(None, or_null(TEXT))
     # Which best_ckpt_metric is the better one: max or min.
     best_ckpt_mode: str = key("max", one_of("max", "min"))
@@ -108,6 +115,98 @@ class RunConfig(UserFilesConfig, DevicesConfig):
     # Times that a run which lost a rank (it died, failed or hung) goes on in the same process, with new ranks, from the
     # newest checkpoint. 0: it ends at once, with code 70.
     max_rank_restarts: int = key(1, at_least(0))
+
+    @check("resume_mode", "resume_from_path")
+    def path_to_resume_from(self, at: Place) -> Iterator[str]:
+        if self.resume_mode == "resume_path" and self.resume_from_path is None:
+            yield (
+                f"{at('resume_from_path')} = null: needed when {at('resume_mode')} = resume_path; set "
+                f"{at('resume_from_path')}={self.default_local_dir}/global_step_N, or {at('resume_mode')}=auto"
+            )
+
+    @check("ckpt_every_to_keep", "best_ckpt_to_keep", "max_actor_ckpt_to_keep")
+    def others_are_removed(self, at: Place) -> Iterator[str]:
+        every, keep = self.ckpt_every_to_keep, at("max_actor_ckpt_to_keep")
+        if every and not self.best_ckpt_to_keep and self.max_actor_ckpt_to_keep is None:
+            yield (
+                f"{at('ckpt_every_to_keep')} = {every}: all checkpoints stay when {keep} = null; set {keep}=1, or how "
+                "many of the newest shall stay too"
+            )
+
+    @check("logger", IMPORT_FILES)
+    def known_loggers(self, at: Place) -> Iterator[str]:
+        # A name that a file of the user's own registers is known once that file is imported.
+        unknown = [] if self.import_files else [name for name in self.logger if name not in LOGGERS]
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], LOGGERS, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            yield (
+                f"{at('logger')} = {show(self.logger)}: must be a list of {', '.join(LOGGERS)}, or of backends of your "
+                f"own; there is no {', '.join(unknown)}{hint}; set for example {at('logger')}=[console], or "
+                f"{at('import_files')} to the file that registers it"
+            )
+
+    @check("profile_ranks", "nnodes", "n_gpus_per_node")
+    def profiled_ranks(self, at: Place) -> Iterator[str]:
+        missing = [rank for rank in self.profile_ranks or () if rank >= self.num_devices]
+        if missing:
+            yield (
+                f"{at('profile_ranks')} = {show(self.profile_ranks)}: the run has ranks 0 to {self.num_devices - 1}, "
+                f"and no {', '.join(map(str, missing))}; set for example {at('profile_ranks')}=[0]"
+            )
+
+    @check("profile_steps", "total_training_steps")
+    def profiled_steps(self, at: Place) -> Iterator[str]:
+        total = self.total_training_steps
+        within = [step for step in self.profile_steps if total is None or step <= total]
+        if within != self.profile_steps:
+            yield (
+                f"{at('profile_steps')} = {show(self.profile_steps)}: the run ends with step "
+                f"{at('total_training_steps')} = {total}; set {at('profile_steps')}={show(within)}"
+            )
+
+    @check("profile_tool", "profile_steps", "device")
+    def nsight_on_a_gpu(self, at: Place) -> Iterator[str]:
+        if at.device == "cpu" and self.profile_tool == "nsys" and self.profile_steps:
+            yield (
+                f"{at('profile_tool')} = nsys: Nsight Systems is started and stopped through CUDA, which a run on a "
+                f"CPU does not have; set {at('profile_tool')}=torch"
+            )
+
+    @check("flash_attention_impl", "device")
+    def flash_attention_on_a_gpu(self, at: Place) -> Iterator[str]:
+        if at.device == "cpu" and self.flash_attention_impl in FLASH_ATTENTION_IMPLS:
+            yield (
+                f"{at('flash_attention_impl')} = {self.flash_attention_impl}: runs on GPUs only, and the device is "
+                f"cpu; set {at('device')}=cuda, or {at('flash_attention_impl')}=null"
+            )
+
+
+def best_checkpoint_violations(trainer: RunConfig, metric: str, *, has_val_files: bool = True) -> Iterator[str]:
+    """Yields the violation of a run that is to keep its best checkpoints and cannot rank them, with all that it lacks.
+
+    metric: the value of trainer.best_ckpt_metric that the message proposes.
+    """
+    count, every = trainer.best_ckpt_to_keep, trainer.save_freq if trainer.save_freq > 0 else _SAVE_FREQ
+    values = {
+        f"trainer.save_freq={every}": trainer.save_freq > 0,
+        f"trainer.test_freq={every}": trainer.test_freq > 0,
+        "data.val_files=FILE": has_val_files,
+        f"trainer.best_ckpt_metric={metric}": trainer.best_ckpt_metric is not None,
+        "trainer.max_actor_ckpt_to_keep=1": trainer.max_actor_ckpt_to_keep is not None,
+    }
+    lacks = [setting for setting, is_given in values.items() if not is_given]
+    if trainer.best_ckpt_metric is not None and not count:
+        yield (
+            f"trainer.best_ckpt_metric = {trainer.best_ckpt_metric}: has no effect when trainer.best_ckpt_to_keep = 0; "
+            f"set {' and '.join(['trainer.best_ckpt_to_keep=1', *lacks])}, or trainer.best_ckpt_metric=null"
+        )
+    if count and lacks:
+        yield (
+            f"trainer.best_ckpt_to_keep = {count}: needs checkpoints before the last, a validation of their steps with "
+            f"the metric that ranks them, and a number of others that stay; set {' and '.join(lacks)}, or "
+            "trainer.best_ckpt_to_keep=0"
+        )
 
 
 @dataclass
@@ -150,13 +249,27 @@ class TrainerConfig(RunConfig):
     rollout_data_outliers: int = key(8, at_least(0))
     custom_fit: CustomFitConfig = field(default_factory=CustomFitConfig)
 
+    @check("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep")
+    def actor_and_critic_kept_together(self, at: Place) -> Iterator[str]:
+        actor, critic = self.max_actor_ckpt_to_keep, self.max_critic_ckpt_to_keep
+        if actor != critic:
+            yield (
+                f"{at('max_critic_ckpt_to_keep')} = {show(critic)}: a checkpoint holds actor and critic and goes as a "
+                f"whole, so it must be {at('max_actor_ckpt_to_keep')} = {show(actor)}; set "
+                f"{at('max_actor_ckpt_to_keep')}={show(critic)}, or leave {at('max_critic_ckpt_to_keep')} out"
+            )
+
+    @check("best_ckpt_to_keep", "best_ckpt_metric", "max_actor_ckpt_to_keep", "test_freq", "save_freq")
+    def best_checkpoints(self, at: Place) -> Iterator[str]:
+        yield from best_checkpoint_violations(self, BEST_METRIC["ppo"])
+
 
 @dataclass
 class SFTTrainerConfig(RunConfig):
     """`trainer` of `scalerl sft`."""
 
     # Steps between validations on data.val_files; before the first step and at the last there is one, too. -1: these
-    # two alone; 0: none. Not set, with best_ckpt_to_keep: save_freq.
+    # two alone; 0: none.
     test_freq: int = key(RunConfig.test_freq, SAVE_FREQ)
     max_actor_ckpt_to_keep: int | None = 1
     # Which best_ckpt_metric is the better one: max or min.

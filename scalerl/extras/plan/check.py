@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from scalerl.base.files import GIB
 from scalerl.config import PPOConfig, SFTConfig
-from scalerl.config.device_memory import device_memory_bytes
 from scalerl.config.schema import RunConfig
+from scalerl.config.value_checks import device_memory_bytes
 from scalerl.extras.plan.plan import MemoryPlan, memory_plan
 from scalerl.extras.plan.report import summary
 from scalerl.extras.plan.suggest import fitting_changes

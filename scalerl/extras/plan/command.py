@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from scalerl.config import ConfigError, PPOConfig, SFTConfig, composed, model_roles, validate_ppo, validate_sft
-from scalerl.config.device_memory import DEVICE_MEMORY_LIMIT
+from scalerl.config.value_checks import DEVICE_MEMORY_LIMIT
 from scalerl.data.model_source import model_directory
 from scalerl.errors import UserError
 from scalerl.models import Head, ModelShape

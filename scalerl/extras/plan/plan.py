@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from scalerl.base.files import GIB
 from scalerl.config import LayoutSizes, PPOConfig, SFTConfig, model_roles, trained_layout
-from scalerl.config.batch_sizes import longest_sample
+from scalerl.config.layout import longest_sample
 from scalerl.config.schema import MegatronConfig, RolloutConfig
-from scalerl.config.weight_transport import transport_of
+from scalerl.config.servers import transport_of
 from scalerl.extras.plan.activations import head_bytes, kept_bytes, micro_batches_in_flight
 from scalerl.extras.plan.parameters import StageParameters, stage_parameters
 from scalerl.extras.plan.servers import CONTEXT_BYTES, GRAPH_BYTES, ServerBytes, server_bytes

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from scalerl.algorithms.one_pass import is_one_pass_enough
 from scalerl.config import PPOConfig, model_roles, world_size
-from scalerl.config.replicas import num_replicas
+from scalerl.config.servers import num_replicas
 from scalerl.extras.plan.plan import MemoryPlan
 from scalerl.extras.plan.servers import kv_token_bytes
 from scalerl.models import ModelShape

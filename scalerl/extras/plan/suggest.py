@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from scalerl.config import PPOConfig, SFTConfig, model_roles, validate_ppo, validate_sft
-from scalerl.config.batch_sizes import longest_sample, tokens_needed
+from scalerl.config.layout import longest_sample, tokens_needed
 from scalerl.config.layout_checks import server_violations
-from scalerl.config.replicas import ReplicaRoom
+from scalerl.config.names import ACTOR, ROLLOUT
 from scalerl.config.schema import MegatronConfig
-from scalerl.config.sections import ACTOR, ROLLOUT
+from scalerl.config.servers import ReplicaRoom
 from scalerl.extras.plan.plan import memory_plan
 from scalerl.models import ModelShape
 

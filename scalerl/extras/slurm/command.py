@@ -24,13 +24,14 @@ if TYPE_CHECKING:
     from scalerl.extras.slurm.plan import Plan
 
 USAGE = """\
-usage: scalerl launch slurm [train | sft] key=value ... slurm.key=value ... [--dry-run]
+usage: scalerl launch slurm [train | sft] key=value ... slurm.key=value ... [--dry-run] [--multirun]
        scalerl launch status RUN
        scalerl launch logs RUN [--lines N] [--follow] [--all] [--attempt N]
        scalerl launch attach RUN [--node NODE] [COMMAND ...]
        scalerl launch cancel RUN
 
-  slurm     check everything, write RUN/launch/job.sbatch, submit it; --dry-run stops before submitting
+  slurm     check everything, write RUN/launch/job.sbatch, submit it; --dry-run stops before submitting; --multirun
+            submits a job for each value of key=a,b
   status    state, attempt and nodes of the run's job, its expected start, last line of the launcher, last step, newest
             checkpoint
   logs      the end of the job's output; --follow shows new lines, too; --all: the end of every log of the last attempt
@@ -59,13 +60,23 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _slurm(arguments: list[str]) -> int:
-    from scalerl.config import help_text
+    from scalerl.config import help_text, jobs_of, refuse_same_output
     from scalerl.extras.slurm.plan import make_plan
 
     if not {"-h", "--help"}.isdisjoint(arguments):
         print(f"{USAGE}\n{help_text('launch')}\n\nKeys of the run: scalerl train --help")
         return 0
-    plan = make_plan([text for text in arguments if text != "--dry-run"])
+    jobs = jobs_of(arguments) or [arguments]
+    plans = [make_plan([text for text in job if text != "--dry-run"]) for job in jobs]
+    refuse_same_output([str(plan.run_dir) for plan in plans], "trainer.default_local_dir")
+    for plan in plans:
+        _submit(plan, is_dry_run="--dry-run" in arguments)
+    return 0
+
+
+def _submit(plan: Plan, *, is_dry_run: bool) -> None:
+    from scalerl.extras.slurm import slurm
+
     live = {run_dir: _live_jobs(run_dir) for run_dir in plan.run_dirs}
     if "dependency" not in plan.script.options:
         _refuse_second_job(live)
@@ -74,13 +85,12 @@ def _slurm(arguments: list[str]) -> int:
     for note in plan.notes:
         print(f"note    {note}")
     print(f"checked {slurm.test_only(script)}")
-    if "--dry-run" in arguments:
+    if is_dry_run:
         print(f"Everything checked; --dry-run submits nothing. By hand: sbatch {script}")
-        return 0
+        return
     job_id = slurm.submit(script)
     _write_records(plan, job_id, script, live)
     _say_submitted(plan, job_id)
-    return 0
 
 
 def _live_jobs(run_dir: Path) -> list[tuple[SubmittedJob, Job]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from scalerl.base.files import CACHE_DIR_ENV
 from scalerl.config import ConfigError, Pool, PPOConfig, SFTConfig, compose, model_roles, pools_of
-from scalerl.config.error_collector import ErrorCollector
+from scalerl.config.errors import ErrorCollector
 from scalerl.config.schema import SlurmConfig
 from scalerl.config.value_checks import show
 from scalerl.config.written import quoted

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from scalerl.base.user_code import forget_files
 from scalerl.config import PPOConfig, SFTConfig, compose
-from scalerl.config.rollout_engines import engines_with, traits_of
+from scalerl.config.servers import engines_with, traits_of
 from scalerl.errors import CommandParser, RunError, UserError
 from scalerl.extras.verify.differences import (
     ComparedPart,

@@ -14,7 +14,7 @@ from scalerl.cluster.pools import ResourcePool
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config import transport_of
 from scalerl.config.schema import PPOConfig
-from scalerl.config.weight_transport import weight_directory
+from scalerl.config.servers import weight_directory
 from scalerl.rollout.dispatcher import max_in_flight
 from scalerl.rollout.sampling.rollout_workers import RolloutWorkers
 from scalerl.rollout.servers.engines import ENGINES

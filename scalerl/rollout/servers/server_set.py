@@ -13,8 +13,8 @@ from ray.actor import ActorHandle
 
 from scalerl.cluster.ask import values_of
 from scalerl.cluster.pools import ActorSpec, PooledActor, ResourcePool
-from scalerl.config.replicas import ReplicaRoom
 from scalerl.config.schema import ModelConfig, ServerConfig
+from scalerl.config.servers import ReplicaRoom
 from scalerl.rollout.servers import control
 from scalerl.rollout.servers.client import RolloutClient
 from scalerl.rollout.servers.engines import ENGINES, Launch

@@ -36,7 +36,7 @@ from scalerl.rollout.sync.order import Step, SyncOrder
 from scalerl.rollout.sync.session import Feed, RankReport, SyncSession, Transport, feeds_of, join_feeds, plan_feeds
 
 if TYPE_CHECKING:
-    from scalerl.config.weight_transport import TransportName
+    from scalerl.config.servers import TransportName
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.tracking.metrics import Metric
 

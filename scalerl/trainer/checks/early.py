@@ -10,11 +10,10 @@ from typing import Any, Literal
 from scalerl.base.user_code import import_file, import_files
 from scalerl.config import PPOConfig, SFTConfig
 from scalerl.config.compose import Composed
-from scalerl.config.error_collector import ErrorCollector
-from scalerl.config.errors import ConfigError
+from scalerl.config.errors import ConfigError, ErrorCollector
+from scalerl.config.names import ESTIMATORS, POLICY_LOSSES, REWARD_MANAGERS
 from scalerl.config.partial_config import OVERRIDES, PLACEHOLDER
-from scalerl.config.registered_names import ESTIMATORS, POLICY_LOSSES, REWARD_MANAGERS
-from scalerl.config.rules.base import value_at
+from scalerl.config.validate import value_at
 from scalerl.trainer.console_texts import run_directory_violation
 from scalerl.trainer.run_name import named
 

@@ -11,10 +11,10 @@ from scalerl.cluster.device import resolve_device
 from scalerl.cluster.probes.gpu import start_violations, try_flash_attention
 from scalerl.cluster.ray_session import one_machine_violations
 from scalerl.config import PPOConfig, SFTConfig, model_roles
-from scalerl.config.error_collector import ErrorCollector
-from scalerl.config.layout_sizes import trained_megatron
-from scalerl.config.rollout_engines import traits_of
+from scalerl.config.errors import ErrorCollector
+from scalerl.config.pools import trained_megatron
 from scalerl.config.schema import FLASH_ATTENTION_IMPLS, MegatronConfig, RunConfig
+from scalerl.config.servers import traits_of
 from scalerl.models import ModelShape
 
 TORCHS_OWN = "torch's own"

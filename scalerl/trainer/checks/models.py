@@ -21,11 +21,11 @@ from scalerl.config import (
     uses_critic,
     world_size,
 )
-from scalerl.config.batch_sizes import LONGEST_SAMPLE
-from scalerl.config.error_collector import ErrorCollector
+from scalerl.config.errors import ErrorCollector
+from scalerl.config.layout import LONGEST_SAMPLE
+from scalerl.config.names import ACTOR, JUDGE, ROLLOUT
 from scalerl.config.partial_config import OVERRIDES
 from scalerl.config.schema import JudgeConfig, MegatronConfig, ModelConfig, OptimConfig
-from scalerl.config.sections import ACTOR, JUDGE, ROLLOUT
 from scalerl.data.model_source import model_directory
 from scalerl.models import HFWeights, ModelShape, family_of
 from scalerl.models.sizes import num_parameters

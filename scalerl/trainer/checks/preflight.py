@@ -16,8 +16,8 @@ from scalerl.config import (
     validate_ppo,
     validate_sft,
 )
-from scalerl.config.companions import BEST_METRIC
-from scalerl.config.error_collector import ErrorCollector
+from scalerl.config.errors import ErrorCollector
+from scalerl.config.schema.trainer import BEST_METRIC
 from scalerl.data.model_source import fetch_models
 from scalerl.models import ModelShape
 from scalerl.trainer.checks.machine import (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from scalerl.checkpoint.mirror import Mirror
 from scalerl.config import PPOConfig, SFTConfig
-from scalerl.config.error_collector import ErrorCollector
+from scalerl.config.errors import ErrorCollector
 from scalerl.errors import UserError
 from scalerl.models import ModelShape
 from scalerl.tracking.backend import safe_uri

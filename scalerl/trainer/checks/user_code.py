@@ -17,7 +17,7 @@ from scalerl.base.user_code import UserCodeError, import_files, is_users_own, pl
 from scalerl.batch.data_proto import DataProto
 from scalerl.config import PPOConfig, model_roles
 from scalerl.config.correction import corrects
-from scalerl.config.error_collector import ErrorCollector
+from scalerl.config.errors import ErrorCollector
 from scalerl.config.schema import RunConfig
 from scalerl.rewards import RewardManager, ScoreRequest, ScoreResult, build_reward_manager
 from scalerl.rewards.judge import STYLE

@@ -14,8 +14,8 @@ from scalerl.algorithms import losses
 from scalerl.algorithms.losses import LOSS_AGG_MODES, register_policy_loss
 from scalerl.algorithms.objectives import PolicyObjective, SFTObjective
 from scalerl.config import PPOConfig
-from scalerl.config.model_specs import uses_reference
-from scalerl.config.registered_names import REFERENCE_LOSSES
+from scalerl.config.names import REFERENCE_LOSSES
+from scalerl.config.roles import uses_reference
 from scalerl.config.schema import ActorConfig, PolicyLossConfig
 
 LENGTHS = [5, 2, 7, 1, 4, 3]

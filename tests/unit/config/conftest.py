@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from scalerl.config import machine
+from scalerl.config.schema import devices
 
 
 @pytest.fixture(autouse=True)
 def eight_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "devices_here", lambda device: 8)
+    monkeypatch.setattr(devices, "devices_here", lambda device: 8)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from scalerl.config import compose, validate_ppo
-from scalerl.config.compose import composed
 
 REQUIRED = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=m", "actor_rollout_ref.rollout.n=4"]
 ACTOR, CRITIC = "trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep"
@@ -14,20 +13,6 @@ ACTOR, CRITIC = "trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_ke
 def test_critics_are_kept_as_long_as_actors() -> None:
     assert compose("ppo", [*REQUIRED, f"{ACTOR}=3"]).trainer.max_critic_ckpt_to_keep == 3
     assert compose("ppo", [*REQUIRED, f"{ACTOR}=3", f"{CRITIC}=3"])
-
-
-@pytest.mark.parametrize(("actor", "critic", "kept"), [(None, 3, None), (2, 3, 3), (5, 3, 5), (2, None, None)])
-def test_of_two_numbers_the_larger_holds_for_both(actor: int | None, critic: int | None, kept: int | None) -> None:
-    numbers = {key: "null" if number is None else number for key, number in ((ACTOR, actor), (CRITIC, critic))}
-    composition = composed("ppo", [*REQUIRED, *(f"{key}={number}" for key, number in numbers.items())])
-    trainer = composition.config.trainer
-    assert (trainer.max_actor_ckpt_to_keep, trainer.max_critic_ckpt_to_keep) == (kept, kept)
-    assert [translation.verdict for translation in composition.translations] == ["renamed"]
-
-
-def test_a_number_for_the_critic_alone_is_the_number_of_checkpoints() -> None:
-    trainer = compose("ppo", [*REQUIRED, f"{CRITIC}=3"]).trainer
-    assert (trainer.max_actor_ckpt_to_keep, trainer.max_critic_ckpt_to_keep) == (3, 3)
 
 
 def test_numbers_that_differ_break_a_rule() -> None:

@@ -52,10 +52,7 @@ def test_nearest_key(wrong, right):
         "temperatur",
         # Another word in the place of one makes another name.
         "actor_rollout_ref.actor.use_gpg_loss",
-        "actor_rollout_ref.rollout.dp_model_parallel_size",
-        "actor_rollout_ref.rollout.resource_pool_id",
         "trainer.train_freq",
-        "algorithm.use_pf_in_reward",
         # The name of a key in a deeper section, of several keys, or of the first words of several.
         "trainer.name",
         "algorithm.enable",

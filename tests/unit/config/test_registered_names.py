@@ -12,7 +12,7 @@ from scalerl.algorithms import get_adv_estimator, get_policy_loss, register_adv_
 from scalerl.algorithms.advantages import adv_estimator_names
 from scalerl.base.user_code import forget_files, import_files
 from scalerl.config import ConfigError, compose, model_roles, validate_ppo
-from scalerl.config.registered_names import (
+from scalerl.config.names import (
     CRITIC_ESTIMATORS,
     ESTIMATORS,
     GROUP_ESTIMATORS,

@@ -5,10 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl.config.replicas import ReplicaRoom, replica_size_violations
 from scalerl.config.schema import ServerConfig
-
-KEYS = ("pool.nnodes", "pool.n_gpus_per_node")
+from scalerl.config.servers import ReplicaRoom, replica_violations
 
 
 def counted(nnodes: int, per_node: int, tp_size: int) -> int:
@@ -33,7 +31,7 @@ def counted(nnodes: int, per_node: int, tp_size: int) -> int:
 def test_room_is_what_placing_them_one_by_one_finds(nnodes: int, per_node: int, tp_size: int) -> None:
     room = ReplicaRoom(nnodes, per_node, tp_size)
     assert room.num_replicas == counted(nnodes, per_node, tp_size)
-    violations = list(replica_size_violations(ServerConfig(), "rollout", room, KEYS))
+    violations = list(replica_violations(ServerConfig(), "rollout", room, "pool"))
     assert bool(violations) == (room.num_replicas == 0)
     if room.num_replicas:
         assert room.nodes_each * room.devices_each == tp_size
@@ -42,8 +40,8 @@ def test_room_is_what_placing_them_one_by_one_finds(nnodes: int, per_node: int, 
 
 @given(nnodes=st.integers(1, 6), per_node=st.integers(1, 6), tp_size=st.integers(1, 40), fills_nodes=st.booleans())
 def test_what_is_to_be_set_instead_is_valid(nnodes: int, per_node: int, tp_size: int, fills_nodes: bool) -> None:
-    for line in replica_size_violations(
-        ServerConfig(), "rollout", ReplicaRoom(nnodes, per_node, tp_size), KEYS, fills_nodes=fills_nodes
+    for line in replica_violations(
+        ServerConfig(), "rollout", ReplicaRoom(nnodes, per_node, tp_size), "pool", fills_nodes=fills_nodes
     ):
         sizes, _, more_nodes = line.partition("set rollout.tensor_model_parallel_size=")[2].partition(", or ")
         advised = sizes.split(" or ")
@@ -53,4 +51,4 @@ def test_what_is_to_be_set_instead_is_valid(nnodes: int, per_node: int, tp_size:
             assert ReplicaRoom(enough, per_node, tp_size).num_replicas == 1
         for size in map(int, advised):
             room = ReplicaRoom(nnodes, per_node, size)
-            assert list(replica_size_violations(ServerConfig(), "rollout", room, KEYS, fills_nodes=fills_nodes)) == []
+            assert list(replica_violations(ServerConfig(), "rollout", room, "pool", fills_nodes=fills_nodes)) == []

@@ -16,10 +16,10 @@ from omegaconf import OmegaConf
 
 from scalerl.config import help_text, schema
 from scalerl.config.help import key_docs
-from scalerl.config.keys import leaves
+from scalerl.config.keys import KeyTable, leaves
 from scalerl.config.schema import SCHEMAS, domain_violations, domains_of
 from scalerl.config.schema.actor import PPOModelConfig
-from scalerl.config.schema.fields import key
+from scalerl.config.schema.fields import Place, broken_checks, check, key
 from scalerl.config.value_checks import TEXTS, at_least
 
 # (key, default) that several sections give -> how many do, and why they do not share it.
@@ -27,7 +27,6 @@ COPIES = {
     ("dtype", "bfloat16"): (2, "of the trainer and of a server, which may differ"),
     ("enable", "False"): (4, "each switches something else on"),
     ("ignore_eos", "False"): (2, "a judge's server has no such key"),
-    ("n", "1"): (2, "samples per prompt in training and in validation, which may differ"),
     ("path", "???"): (2, "of a model and of rows"),
     ("path", "None"): (5, "a model; a reward function, a program, a loop and a dataset of the user's own"),
     ("seed", "42"): (3, "of the order of the data, of the model and of what a server draws"),
@@ -131,3 +130,67 @@ def test_help_shows_what_a_key_may_be() -> None:
     lines = help_text("ppo").splitlines()
     assert "  trainer.total_training_steps (int | null: at least 1) = null" in lines
     assert "  data.shuffle (bool) = true" in lines
+
+
+@dataclass
+class Inner:
+    low: int = key(1, at_least(0))
+    high: int = key(2, at_least(0))
+    unused: int = key(0, at_least(0), only_with="low=1|2")
+
+    @check("low", "high")
+    def in_order(self, at: Place) -> Iterator[str]:
+        if self.low > self.high:
+            yield f"{at('low')} = {self.low}: must be at most {at('high')} = {self.high}"
+
+
+@dataclass
+class Outer:
+    first: Inner = dataclasses.field(default_factory=Inner)
+    second: Inner = dataclasses.field(default_factory=Inner)
+    count: int = key(1, at_least(0))
+
+    @check("count", "first")
+    def counts(self, at: Place) -> Iterator[str]:
+        if at.device == "cuda" and self.count < self.first.low:
+            yield f"count = {self.count}: too few"
+
+
+def test_checks_of_all_sections_run_with_the_place_of_the_section() -> None:
+    config = Outer(Inner(low=3), Inner(low=5, unused=7))
+    first, unused, second = broken_checks(config, Place())
+    assert first == "first.low = 3: must be at most first.high = 2"
+    assert unused == "second.unused = 7: has no effect when second.low = 5; set second.low=1 or 2, or leave " + (
+        "second.unused out"
+    )
+    assert second == "second.low = 5: must be at most second.high = 2"
+    assert next(broken_checks(config, Place(device="cuda"))) == "count = 1: too few"
+    assert list(broken_checks(config, Place(), without={"first", "second"})) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [("", []), ("first.high", ["second.low"]), ("first", ["second.low"]), ("count", ["first.low", "second.low"])],
+)
+def test_a_check_waits_for_its_own_keys(wrong: str, told: list[str]) -> None:
+    config = Outer(Inner(low=3), Inner(low=5), count=2)
+    place = Place(device="cuda", wrong=frozenset({wrong}))
+    assert [text.split(" ")[0] for text in broken_checks(config, place)] == told
+
+
+@pytest.mark.parametrize("kind", SCHEMAS)
+def test_checks_are_about_keys_that_exist(kind: str) -> None:
+    """Those of the section, or dotted ones from the root."""
+    table = KeyTable(SCHEMAS[kind])
+    prefixes = {leaf.owner: leaf.key.removesuffix(leaf.name) for leaf in table.leaves.values()} | {SCHEMAS[kind]: ""}
+    num_checks = 0
+    for owner, prefix in prefixes.items():
+        for name in dir(owner):
+            keys = getattr(getattr(owner, name), "_checked_keys", ())
+            num_checks += bool(keys)
+            fields = {field.name for field in dataclasses.fields(owner)}
+            dotted = [prefix + each if each.split(".")[0] in fields else each for each in keys]
+            # A run alone has a device.
+            unknown = {each for each in dotted if table.kind(each) == "unknown"} - {"trainer.device"}
+            assert unknown == set(), (owner, name)
+    assert num_checks >= {"ppo": 40, "sft": 20, "generation": 2}.get(kind, 0)

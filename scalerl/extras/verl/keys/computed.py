@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from scalerl.config.foreign_keys import ConfigView
 from scalerl.config.keys import key_table
-from scalerl.config.layout_sizes import LayoutSizes
+from scalerl.config.layout import LayoutSizes
 from scalerl.config.schema import MegatronConfig, SFTConfig
 from scalerl.config.value_checks import show
 

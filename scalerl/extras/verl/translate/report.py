@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from scalerl.config import Examined, examined, refusals
 from scalerl.config.keys import key_table
-from scalerl.config.rules.base import value_at
 from scalerl.config.schema import SCHEMAS
+from scalerl.config.validate import value_at
 from scalerl.extras.verl.translate.script import split_commands
 
 Fate = Literal["taken over", "renamed", "already so", "verl's default", "dropped"]

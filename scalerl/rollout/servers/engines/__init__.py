@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from scalerl.config.rollout_engines import ROLLOUT_ENGINES
+from scalerl.config.servers import ROLLOUT_ENGINES
 from scalerl.rollout.servers.engines.base import Command, Engine, Launch
 
 __all__ = ["ENGINES", "Command", "Engine", "Launch"]

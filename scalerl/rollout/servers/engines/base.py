@@ -93,7 +93,7 @@ class Engine(ABC):
     speak another protocol overrides them.
     """
 
-    # Key in `config.rollout_engines.ROLLOUT_ENGINES`, and name of the engine's module.
+    # Key in `config.servers.ROLLOUT_ENGINES`, and name of the engine's module.
     name: ClassVar[str]
     # Tokens at the end of a server's context that a prompt cannot have.
     prompt_slack: ClassVar[int] = 0

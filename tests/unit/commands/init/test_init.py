@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from scalerl.commands.init import command, files
 from scalerl.commands.init.files import Machine, make_files
 from scalerl.config import compose
-from scalerl.config.machine import MAX_CPU_DEVICES, devices_here
+from scalerl.config.schema.devices import MAX_CPU_DEVICES, devices_here
 from scalerl.errors import UserError
 from scalerl.trainer.checks.preflight import check_ppo
 from tests.tiny_models import make_tiny_model

@@ -14,8 +14,8 @@ import pytest
 
 from scalerl.base.files import GIB
 from scalerl.config import ConfigError, PPOConfig, compose
-from scalerl.config.device_memory import device_memory_bytes
 from scalerl.config.schema import RunConfig
+from scalerl.config.value_checks import device_memory_bytes
 from scalerl.extras.plan.activations import micro_batches_in_flight
 from scalerl.extras.plan.check import checked_plan, known_memory, with_kv_cache
 from scalerl.extras.plan.command import main

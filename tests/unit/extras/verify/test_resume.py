@@ -56,6 +56,7 @@ def test_what_a_long_run_asks_for_does_not_refuse_its_verification(kind: RunKind
         *KEYS_OF[kind],
         *("trainer.save_freq=20", "trainer.test_freq=20", "trainer.best_ckpt_to_keep=2", "trainer.profile_steps=[50]"),
         *("trainer.ckpt_every_to_keep=100", "trainer.checkpoint_mirror=file:///mirror", "trainer.total_epochs=3"),
+        "trainer.max_actor_ckpt_to_keep=1",
         *("trainer.resume_mode=resume_path", "trainer.resume_from_path=old/global_step_7", "trainer.logger=[console]"),
     ]
     keys = run_keys(kind, given, tmp_path / "straight", 4)

@@ -11,9 +11,9 @@ import pytest
 
 import scalerl
 from scalerl.commands import serve
-from scalerl.config.rollout_engines import ROLLOUT_ENGINES
 from scalerl.config.schema import RolloutConfig
 from scalerl.config.schema.devices import DevicesConfig
+from scalerl.config.servers import ROLLOUT_ENGINES
 from scalerl.rollout.servers.engines import ENGINES, Launch
 from scalerl.rollout.servers.host import ServerHost, ServerSettings
 from scalerl.rollout.servers.process import RolloutServer
@@ -98,8 +98,7 @@ def test_no_other_file_asks_which_engine_it_is() -> None:
     places = [
         f"{path.relative_to(SCALERL)}:{line}"
         for path in SCALERL.rglob("*.py")
-        if path != SCALERL / "config" / "rollout_engines.py"
-        and path.parent != SCALERL / "rollout" / "servers" / "engines"
+        if path != SCALERL / "config" / "servers.py" and path.parent != SCALERL / "rollout" / "servers" / "engines"
         for line in names_compared(path.read_text(encoding="utf-8"))
     ]
     assert places == []
@@ -124,7 +123,7 @@ def names_compared(code: str) -> Iterator[int]:
 
 # File -> why it writes the name of an engine.
 NAMING = {
-    "config/rollout_engines.py": "the table of engines",
+    "config/servers.py": "the table of engines",
     "config/schema/rollout.py": "the default of a key",
     "commands/doctor/packages.py": "a package of this name",
     "extras/slurm/probes.py": "a package of this name",

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from scalerl.config.weight_transport import weight_directory
+from scalerl.config.servers import weight_directory
 from scalerl.rollout.servers.replica import Replica
 from scalerl.rollout.sync.session import Feed, SyncSession
 from scalerl.rollout.sync.transports.disk import SPARE_BYTES, DiskTransport, WeightFilesError

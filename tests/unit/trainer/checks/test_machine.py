@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scalerl.config import PPOConfig, compose
-from scalerl.config.error_collector import ErrorCollector
+from scalerl.config.errors import ErrorCollector
 from scalerl.config.schema import TrainerConfig
 from scalerl.models import ModelShape
 from scalerl.parallel.flash_attention import Refusal, gpu_refusal, import_refusal

@@ -160,7 +160,7 @@ def test_a_filter_needs_its_metric_of_every_data_source_that_trains(run: Run) ->
     assert "data_source 'b'" in violation
 
 
-BEST = ["trainer.best_ckpt_to_keep=1", "trainer.save_freq=1", "trainer.test_freq=1"]
+BEST = ["trainer.best_ckpt_to_keep=1", "trainer.save_freq=1", "trainer.test_freq=1", "trainer.max_actor_ckpt_to_keep=1"]
 
 
 @pytest.mark.parametrize(

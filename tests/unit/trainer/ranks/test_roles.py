@@ -12,7 +12,7 @@ from scalerl.algorithms import losses, register_policy_loss
 from scalerl.batch import StepPlan
 from scalerl.cluster.batch import TOKENS, PlacedBatch, ShardedBatch
 from scalerl.cluster.dispatch import Collected, Future, registration_of
-from scalerl.config.registered_names import REFERENCE_LOSSES
+from scalerl.config.names import REFERENCE_LOSSES
 from scalerl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, PolicyLossConfig
 from scalerl.trainer.ranks.roles import (
     MegatronActor,

@@ -1,15 +1,23 @@
-"""Names of estimators, losses and reward managers: scalerl's own, and those that files of the user's own register.
+"""Dotted names of sections, and the names of estimators, losses and reward managers.
 
-The names stand here because the configuration is checked before torch and the modules of these functions are imported;
-tests hold that those modules register exactly these. Each registry adds what a user's file registers.
+The names of functions stand here because the configuration is checked before torch and the modules of these functions
+are imported; tests hold that those modules register exactly these. Each registry adds the names of a user's file.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 
-from scalerl.config.sections import IMPORT_FILES
-from scalerl.config.suggestions import is_misspelt
+# Sections and keys that several checks and messages name.
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+HYBRID = "actor_rollout_ref.hybrid_engine"
+JUDGE = "reward_model.judge"
+CORRECTION = "algorithm.rollout_correction"
+IMPORT_FILES = "trainer.import_files"
+# Implementations of FlashAttention that torch can call instead of its own; what they need is in parallel's table.
+FLASH_ATTENTION_IMPLS = ("FA3", "FA4")
 
 
 class RegisteredNames:
@@ -31,8 +39,8 @@ class RegisteredNames:
 
     def unknown(self, name: str) -> str:
         """The violation of a user who wrote this name, which nobody registered."""
-        # Of these short names each letter counts: gdpo is an estimator of its own, and no slip of grpo.
-        near = sorted(known for known in self._names if is_misspelt(str(name), known, replaceable=6))
+        # Of these short names each letter counts: gdpo is another estimator than grpo.
+        near = difflib.get_close_matches(str(name), sorted(self._names), n=1, cutoff=0.85)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         return (
             f"{self.key}={name!r}: no such {self.kind}; known are {', '.join(sorted(self._names))}.{hint} One of your "

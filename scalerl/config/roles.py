@@ -1,30 +1,17 @@
-"""The models of a run beside the actor and its pools of devices: which it has, and the keys that say so."""
+"""The models of a run other than the actor: reference, critic and reward model, and the keys that ask for them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from scalerl.config.layout_sizes import LayoutSizes
-from scalerl.config.registered_names import CRITIC_ESTIMATORS, REFERENCE_LOSSES
-from scalerl.config.schema import GenerationConfig, MegatronConfig, PPOConfig, ResourcePoolConfig, SFTConfig
-from scalerl.config.sections import ACTOR, JUDGE, ROLLOUT
+from scalerl.config.layout import LAYOUT_FIELDS, LayoutSizes
+from scalerl.config.names import ACTOR, CRITIC_ESTIMATORS, REFERENCE_LOSSES
+
+if TYPE_CHECKING:
+    from scalerl.config.schema import MegatronConfig, PPOConfig, ResourcePoolConfig
 
 RoleName = Literal["ref", "critic", "reward_model"]
-
-# Sizes that fix the process groups, which all models of a process share.
-LAYOUT_FIELDS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "context_parallel_size",
-    "hierarchical_context_parallel_sizes",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
 
 
 @dataclass(frozen=True)
@@ -58,7 +45,7 @@ class ModelRole:
     def layout(self, cfg: PPOConfig) -> LayoutSizes:
         """The model's layout on its own pool, or on the trainer's devices."""
         pool = self.pool if self.has_own_pool else cfg.trainer
-        return LayoutSizes.of(self.megatron, pool.nnodes * pool.n_gpus_per_node)
+        return LayoutSizes.of(self.megatron, pool.num_devices)
 
 
 def uses_critic(cfg: PPOConfig) -> bool:
@@ -116,40 +103,8 @@ def all_model_roles(cfg: PPOConfig) -> list[ModelRole]:
 
 
 def model_roles(cfg: PPOConfig) -> list[ModelRole]:
-    """Lists the roles that this run has beside the actor."""
+    """Lists the roles that this run has."""
     return [role for role in all_model_roles(cfg) if role.active]
-
-
-@dataclass(frozen=True)
-class Pool:
-    """Nodes that belong together in a run.  section: the section whose keys size the pool."""
-
-    section: str
-    nnodes: int
-    n_gpus_per_node: int
-
-
-def pools_of(cfg: PPOConfig | SFTConfig | GenerationConfig) -> Iterator[Pool]:
-    """Yields the pools of a run, the trainer's first."""
-    yield Pool("trainer", cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node)
-    if not isinstance(cfg, PPOConfig):
-        return
-    judge = cfg.reward_model.judge
-    own = {
-        f"{ROLLOUT}.resource_pool": None if cfg.actor_rollout_ref.hybrid_engine else cfg.actor_rollout_ref.rollout,
-        f"{JUDGE}.resource_pool": judge if judge.enable and judge.resource_pool.nnodes else None,
-    }
-    for section, servers in own.items():
-        if servers is not None:
-            yield Pool(section, servers.resource_pool.nnodes, servers.resource_pool.n_gpus_per_node)
-    for role in model_roles(cfg):
-        if role.has_own_pool:
-            yield Pool(f"{role.section}.resource_pool", role.pool.nnodes, role.pool.n_gpus_per_node)
-
-
-def num_devices(cfg: PPOConfig) -> int:
-    """The number of devices of all pools of the run; on CPU, of processes."""
-    return sum(pool.nnodes * pool.n_gpus_per_node for pool in pools_of(cfg))
 
 
 def different_sizes(role: ModelRole, actor: MegatronConfig) -> list[str]:
