@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from tests.unit.tracking.metrics.test_documented_keys import DOC, patterns
 
 from tests.e2e.conftest import EXAMPLE, StartJob
 from tests.e2e.jobs import SHARED_MEMORY, Job, Record
 from tests.e2e.step_checks import check_timing
 from tests.e2e.test_own_run import greedy
+from tests.unit.tracking.metrics.test_documented_keys import DOC, patterns
 
 TIMEOUT_S = 1800
 STEPS = 8
