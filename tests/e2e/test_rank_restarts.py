@@ -83,7 +83,7 @@ def test_a_rank_is_killed(
         ended = kept.train([*overrides(inputs, "tp2", run_dir), *struck])
     # Step 3 is finished and not saved; the last step, too, where its save is interrupted.
     at, redone = (0, 0) if step == 1 else (2, 2 if place == "save" else 1)
-    died = {"generation": "device_memory", "save": "save_checkpoint"}.get(place, "update_actor")
+    died = {"generation": "compute_log_prob", "save": "save_checkpoint"}.get(place, "update_actor")
     assert_restarted(ended, caplog.text, run_dir, at=at, redone=redone, died=died)
     assert_same_run(undisturbed, run_dir, tmp_path)
     assert_one_mlflow_run(run_dir, mlflow_run_id(run_dir, 2))

@@ -18,7 +18,8 @@ from scalerl.rollout.servers.client import GenerateOutput, GenerateRequest, Roll
 from scalerl.rollout.servers.control import continue_generation, pause, small_caches
 from scalerl.rollout.servers.engines import ENGINES, Launch
 from scalerl.rollout.servers.host import ServerHost, ServerSettings
-from scalerl.rollout.servers.replica import POLICY, ClientSettings, Replica
+from scalerl.rollout.servers.purpose import POLICY
+from scalerl.rollout.servers.replica import ClientSettings, Replica
 from scalerl.rollout.servers.weights import Bucket, expected_checksums
 from scalerl.rollout.sync.session import SyncSession, feeds_of
 from scalerl.rollout.sync.transports.memory import load_bucket

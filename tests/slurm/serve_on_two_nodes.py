@@ -27,8 +27,9 @@ from scalerl.config.schema import ModelConfig
 from scalerl.parallel.export import Needed
 from scalerl.rollout.servers.client import GenerateRequest, RolloutClient, SamplingParams
 from scalerl.rollout.servers.process import ServerStartError
+from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.servers.recovery import LostServer
-from scalerl.rollout.servers.replica import POLICY, ClientSettings
+from scalerl.rollout.servers.replica import ClientSettings
 from scalerl.rollout.servers.server_set import ServerSet
 from scalerl.rollout.servers.weights import checksum_differences, expected_checksums
 from scalerl.rollout.sync.session import Feed, SyncSession

@@ -11,7 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from scalerl.rollout.servers.control import Clients, are_well, continue_generation, pause, small_caches
-from scalerl.rollout.servers.replica import POLICY, ClientSettings, Replica
+from scalerl.rollout.servers.purpose import POLICY
+from scalerl.rollout.servers.replica import ClientSettings, Replica
 
 NUM_SERVERS = 3
 TOGETHER_S = 20.0
