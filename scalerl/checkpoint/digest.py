@@ -13,8 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-# File with the digests of files of tensors, left by their writers (checkpoint.pieces).
-PIECES_INDEX_NAME = "pieces.json"
 BLOCK_BYTES = 4096
 ALGORITHM = "multilinear64-4096"
 _WORDS = BLOCK_BYTES // 8

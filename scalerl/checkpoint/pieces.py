@@ -24,15 +24,8 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from scalerl.base.files import Writeback, flush
-from scalerl.checkpoint.digest import (
-    ALGORITHM,
-    BLOCK_BYTES,
-    CACHED_BYTES,
-    PIECES_INDEX_NAME,
-    Data,
-    Digest,
-    digest_of_blocks,
-)
+from scalerl.checkpoint import PIECES_INDEX_NAME
+from scalerl.checkpoint.digest import ALGORITHM, BLOCK_BYTES, CACHED_BYTES, Data, Digest, digest_of_blocks
 from scalerl.checkpoint.torch_dist import METADATA_NAME, as_bytes, fresh_bytes
 
 # Subdirectory of a model's directory in a checkpoint.

@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import Any
 
 from scalerl.base.files import flush, fsync, whole_file
-from scalerl.checkpoint.digest import PIECES_INDEX_NAME
+from scalerl.checkpoint import PIECES_INDEX_NAME
 from scalerl.errors import RunError
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
-from scalerl.checkpoint.digest import ALGORITHM, BLOCK_BYTES, CACHED_BYTES, PIECES_INDEX_NAME, Digest
+from scalerl.checkpoint import PIECES_INDEX_NAME
+from scalerl.checkpoint.digest import ALGORITHM, BLOCK_BYTES, CACHED_BYTES, Digest
 from scalerl.checkpoint.errors import CheckpointReadError, DamagedCheckpointError, RemovedCheckpointError, read_error
 
 METADATA_NAME = ".metadata"

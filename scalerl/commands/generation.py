@@ -28,9 +28,6 @@ from scalerl.data.unknown_text import UnknownRows
 from scalerl.rollout.dispatcher import max_in_flight
 from scalerl.rollout.generation import generate_samples
 from scalerl.rollout.prompt_sampling import override_sampling, sample_seed
-from scalerl.rollout.prompt_sampling import override_sampling
-from scalerl.rollout.sampling.draws import sample_seed
-from scalerl.rollout.server_choice import max_in_flight
 from scalerl.rollout.servers.purpose import GENERATION
 from scalerl.rollout.servers.recovery import GenerationRecovery, LostServer, Replacements
 from scalerl.rollout.servers.replica import ClientSettings, Replica

@@ -70,7 +70,11 @@ def parse(kind: str, arguments: Sequence[str], *, with_files: bool = True) -> Ar
     files = ConfigFiles.of_package(kind) if path is None else ConfigFiles(kind, path)
     parsed = Arguments(kind, files, violations=unread, translations=translations)
     if directory is not None and path is None:
-        missing = f"--config-dir {directory}: no such directory (looked in {Path.cwd()})"
+        flag = "--config-dir" if flags.config_dir else "--config-path"
+        missing = (
+            f"{flag} {directory}: no such directory (looked in {Path.cwd()}); write --config-dir DIR --config-name NAME "
+            "for DIR/NAME.yaml"
+        )
         parsed.without_file(_with_flags(directory) if _is_config_file(directory) else missing)
     name = _primary_file(parsed, _stem(flags.config_name or kind))
     groups = _overrides(parsed, rest)

@@ -40,7 +40,8 @@ class RegisteredNames:
     def unknown(self, name: str) -> str:
         """The violation of a user who wrote this name, which nobody registered."""
         # Of these short names each letter counts: gdpo is another estimator than grpo.
-        near = difflib.get_close_matches(str(name), sorted(self._names), n=1, cutoff=0.85)
+        same_letters = [known for known in sorted(self._names) if sorted(known) == sorted(str(name))]
+        near = same_letters or difflib.get_close_matches(str(name), sorted(self._names), n=1, cutoff=0.85)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         return (
             f"{self.key}={name!r}: no such {self.kind}; known are {', '.join(sorted(self._names))}.{hint} One of your "

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from scalerl.checkpoint import torch_dist
-from scalerl.checkpoint.digest import PIECES_INDEX_NAME, Digest, digest_of_file
+from scalerl.checkpoint import PIECES_INDEX_NAME, torch_dist
+from scalerl.checkpoint.digest import Digest, digest_of_file
 from scalerl.checkpoint.pieces import Piece, write_file, write_index
 from scalerl.checkpoint.torch_dist import (
     CheckpointReadError,
