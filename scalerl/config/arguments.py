@@ -72,8 +72,8 @@ def parse(kind: str, arguments: Sequence[str], *, with_files: bool = True) -> Ar
     if directory is not None and path is None:
         flag = "--config-dir" if flags.config_dir else "--config-path"
         missing = (
-            f"{flag} {directory}: no such directory (looked in {Path.cwd()}); write --config-dir DIR --config-name NAME "
-            "for DIR/NAME.yaml"
+            f"{flag} {directory}: no such directory (looked in {Path.cwd()}); write --config-dir DIR "
+            "--config-name NAME for DIR/NAME.yaml"
         )
         parsed.without_file(_with_flags(directory) if _is_config_file(directory) else missing)
     name = _primary_file(parsed, _stem(flags.config_name or kind))
