@@ -48,8 +48,8 @@ PROCESSES = {
     "server hosts": r"^ray::.*ServerHost",
     "servers: scheduler and model": r"^sglang::scheduler",
     "servers: detokenizer": r"^sglang::detokenizer",
-    "servers: HTTP and tokenizer": r"scalerl\.servers\.sglang\.launch",
-    "servers": r"scalerl\.servers\.embedded\.server",
+    "servers: HTTP and tokenizer": r"scalerl\.rollout\.servers\.sglang\.launch",
+    "servers": r"scalerl\.rollout\.servers\.embedded\.server",
     "Ray's own": r"raylet|gcs_server|/ray/|^ray::",
 }
 

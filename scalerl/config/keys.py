@@ -53,7 +53,7 @@ class Leaf:
 
     @property
     def type_text(self) -> str:
-        """The type as a user reads it."""
+        """The type as a user reads it, such as `int | null`."""
         text = self.annotation.__name__ if isinstance(self.annotation, type) else str(self.annotation)
         if self.is_free_dict:
             return "dict"

@@ -63,7 +63,10 @@ class PromptTokenizer:
             self._pool.shutdown(cancel_futures=True)
 
     def each(self, chunks: Iterable[tuple[T, Sequence[Conversation]]]) -> Iterator[tuple[T, list[Tokens]]]:
-        """Yields (rows, tokens) for each (rows, prompts), in order.  Raises DataError when a process is lost."""
+        """Tokenizes each (rows, prompts) and yields (rows, tokens of each prompt), in the order of the chunks.
+
+        A refused prompt has its reason in `Tokens.problem`. Raises DataError when a process is lost.
+        """
         if self._workers == 1:
             for rows, prompts in chunks:
                 yield rows, tokenize(self._tokenizer, prompts, self._options)

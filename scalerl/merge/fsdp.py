@@ -169,7 +169,10 @@ def _in_module(family: Family, name: str) -> str:
 
 
 def _joined_experts(family: Family, shape: ModelShape) -> dict[str, tuple[str, int, tuple[int, ...]]]:
-    """Maps each expert tensor's Hugging Face name to its place in transformers 5: (name, first number, shape)."""
+    """Maps each expert tensor's Hugging Face name to its place in a joined tensor of transformers 5.
+
+    The place: (name, offset in elements, shape of the joined tensor).
+    """
     sources = {}
     width, hidden, count = shape.moe_ffn_hidden_size, shape.hidden_size, shape.num_experts
     for param in family.params(shape):

@@ -57,7 +57,10 @@ def _joined_params(family: Family, shape: ModelShape) -> Iterator[list[Param]]:
 
 
 def largest_bytes(family: Family, shape: ModelShape, itemsize: int) -> int:
-    """The smallest bucket_bytes that every parameter fits into, with those that it is joined with."""
+    """Bytes of the largest parameter, unsharded; parameters that must share a bucket count together.
+
+    itemsize: bytes of a number.
+    """
     return max(sum(_hf_bytes(param, shape, itemsize) for param in joined) for joined in _joined_params(family, shape))
 
 
@@ -220,7 +223,10 @@ class _Joining:
     def _lay_out(
         self, params: Sequence[Param], owners: Mapping[str, _Owner], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Allocates the bytes of these parameters, a span for each, those of one owner side by side."""
+        """Allocates one tensor of bytes for the parameters, which are sorted by owner, and returns it.
+
+        Fills `joined` (name -> view) and `_ranges` (owner -> its bytes).  dtype: of all that do not keep float32.
+        """
         vocab_rows = padded_vocab_size(self._shape.vocab_size, self._groups.layout.tp_size)
         spans, end = [], 0
         for param in params:

@@ -98,7 +98,7 @@ def import_refusal(impl: str, error: object) -> Refusal:
 
 
 def torch_refusal(impl: str) -> Refusal | None:
-    """Why the installed torch cannot call that implementation with the same numbers for every packing."""
+    """Why the installed torch cannot call an implementation with the same numbers for every packing; None if it can."""
     from torch.nn.attention.varlen import varlen_attn
 
     if "num_splits" in inspect.signature(varlen_attn).parameters:

@@ -104,7 +104,10 @@ def compare_random_states(one: Path, other: Path) -> ComparedPart:
 
 
 def compare_states(one: Path, other: Path, leave_out: Collection[str] = ("mlflow_run_id", "code")) -> ComparedPart:
-    """Compares the states of the driver, trainer_state.json: cursor, ledger, weight of the KL."""
+    """Compares trainer_state.json of two checkpoint directories: every key, such as cursor and ledger.
+
+    leave_out: top-level keys that are not compared. The first difference is reported.
+    """
     states = [json.loads((at / TRAINER_STATE_NAME).read_text(encoding="utf-8")) for at in (one, other)]
     states = [{key: value for key, value in state.items() if key not in leave_out} for state in states]
     return compared_part("state of the run", ", ".join(sorted(states[0])), _values(states[0], states[1]))

@@ -235,7 +235,7 @@ class Transport(Protocol):
         ...
 
     def forget(self, index: int) -> None:
-        """Frees what the transport holds for the server of a replica, which is lost."""
+        """Frees what the transport holds for the server of replica `index`, which is lost, or at the end."""
         ...
 
 

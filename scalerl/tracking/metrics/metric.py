@@ -75,5 +75,5 @@ def _total(values: list[float]) -> float:
 
 
 def to_floats(metrics: Mapping[str, Metric | float]) -> dict[str, float]:
-    """The values of metrics as plain floats."""
+    """Each metric's value as a float, under the same key; nothing is reduced."""
     return {key: float(m.value if isinstance(m, Metric) else m) for key, m in metrics.items()}

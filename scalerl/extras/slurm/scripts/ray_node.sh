@@ -118,7 +118,7 @@ end_with_all_below() { # end_with_all_below PID
 }
 processes_below() { # processes_below PID: "ends N" or "watching N" for each, PID among them, but none below those that watch
   local watching
-  watching=$(grep -las 'scalerl[.]servers[.]supervise' /proc/[0-9]*/cmdline | awk -F/ '{printf "%s ", $3}')
+  watching=$(grep -las 'scalerl[.]rollout[.]servers[.]supervise' /proc/[0-9]*/cmdline | awk -F/ '{printf "%s ", $3}')
   cat /proc/[0-9]*/status 2>/dev/null | awk -v root="$1" -v watching="$watching" '
     BEGIN {split(watching, pids, " "); for (i in pids) watches[pids[i]]}
     /^Pid:/ {pid = $2}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -16,3 +19,13 @@ def test_the_scripts_are_package_data() -> None:
     packed = {path for pattern in patterns for path in SCRIPTS.parent.glob(pattern) if path.is_file()}
     assert {path.name for path in packed} == {"ray.sbatch", "ray_node.sh"}
     assert (REPO / "launchers/slurm").resolve() == SCRIPTS
+
+
+def test_the_scripts_find_the_repository_and_the_module_of_a_servers_watcher() -> None:
+    (folder,) = re.findall(r"^REPOSITORY=\$\((.*)\)$", (SCRIPTS / "ray.sbatch").read_text(), re.MULTILINE)
+    found = subprocess.run(
+        ["bash", "-c", f"HELPERS={REPO / 'launchers/slurm'}; {folder}"], capture_output=True, text=True
+    )
+    assert Path(found.stdout.strip()) == REPO.resolve()
+    (pattern,) = re.findall(r"'(scalerl\[\.\].*?)'", (SCRIPTS / "ray_node.sh").read_text())
+    assert importlib.util.find_spec(pattern.replace("[.]", ".")) is not None
