@@ -170,9 +170,10 @@ def test_sampler_and_trainer_agree(finished: Finished) -> None:
         assert data["actor/num_updates"] == 4.0
 
 
-def test_weights_are_verified_after_every_sync(finished: Finished) -> None:
-    for data in finished.steps():
-        assert data["timing_s/update_weights/verify"] > 0
+def test_the_first_three_syncs_are_verified(finished: Finished) -> None:
+    for step, data in enumerate(finished.steps(), 1):
+        # The first sync is before step 1; later than the third every tenth is verified.
+        assert (data["timing_s/update_weights/verify"] > 0) == (step < 3)
         assert data["perf/update_weights_gb"] > 0
         seconds = data["timing_s/update_weights/send"]
         assert data["perf/update_weights_gb_per_s"] == pytest.approx(data["perf/update_weights_gb"] / seconds)

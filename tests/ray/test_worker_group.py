@@ -157,9 +157,9 @@ def test_many_ranks_are_waited_for_together_and_a_row_is_sent_once_per_data_para
 
     monkeypatch.setattr(ray, "wait", counting_wait)
     monkeypatch.setattr(ray, "put", counting_put)
-    metrics = many.call(PlainWorker.fill_with_rows, batch).metrics
+    metrics = many.call(PlainWorker.count_rows, batch).get().metrics
     # Every tensor-parallel rank has the rows of its data-parallel one.
-    assert metrics == {"num_rows": Metric(4 * 32.0, "sum", 64.0)}
+    assert metrics == {"rows": Metric(4 * 32.0, "sum", 64.0)}
     assert len(puts) == 16 and sorted(uid for shard in puts for uid in pickle.loads(shard)[1]["uid"]) == [*range(32)]
     assert all(pending == num_returns for pending, num_returns in waits) and len(waits) < 64
 
