@@ -94,7 +94,7 @@ class PipelineSizes:
         ]
 
     def _rest(self, num_layers: int) -> tuple[int, int]:
-        """The (layers, stages) that remain beside the stages whose layers are set."""
+        """The number of layers, and of stages, that are left after the stages whose layers are set."""
         set_sizes = [size for size in (self.first, self.last) if size is not None]
         return num_layers - sum(set_sizes), self.pp_size - len(set_sizes)
 

@@ -16,7 +16,7 @@ HYBRID = "actor_rollout_ref.hybrid_engine"
 JUDGE = "reward_model.judge"
 CORRECTION = "algorithm.rollout_correction"
 IMPORT_FILES = "trainer.import_files"
-# Implementations of FlashAttention that torch can call instead of its own; what they need is in parallel's table.
+# Implementations of FlashAttention that torch can call; parallel/flash_attention.py has the needs of each.
 FLASH_ATTENTION_IMPLS = ("FA3", "FA4")
 
 

@@ -172,7 +172,7 @@ class PPOConfig:
         num_workers, num_servers = self.actor_rollout_ref.rollout.num_workers, num_replicas(self)
         if num_workers is not None and num_workers > num_servers:
             yield (
-                f"{ROLLOUT}.num_workers = {num_workers}: each has servers of its own, there are {num_servers}; set "
+                f"{ROLLOUT}.num_workers = {num_workers}: each needs a server, there are {num_servers}; set "
                 f"{ROLLOUT}.num_workers={num_servers} or less, or null"
             )
 
@@ -302,7 +302,7 @@ class PPOConfig:
                 yield (
                     f"{role.section}.megatron.{size} = {show(getattr(role.megatron, size))}: shares the actor's "
                     f"processes, whose {ACTOR}.megatron.{size} is {show(getattr(actor, size))}; set it to that, or "
-                    f"give the {role.section} devices of its own with {pool}.nnodes=1"
+                    f"give the {role.section} separate devices with {pool}.nnodes=1"
                 )
 
     @check(*_ROLES)

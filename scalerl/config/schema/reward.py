@@ -84,8 +84,8 @@ class JudgeConfig(ServerConfig):
             lacks += [f"{at('resource_pool.nnodes')}=1", f"{per_node}={pool.n_gpus_per_node}"]
         if self.enable and lacks:
             yield (
-                f"{at('enable')} = true: needs the directory of a language model, and devices of its own, as it writes "
-                f"while the policy generates; set {' and '.join(lacks)}, or {at('enable')}=false"
+                f"{at('enable')} = true: needs the directory of a language model, and separate devices, as the judge "
+                f"writes while the policy generates; set {' and '.join(lacks)}, or {at('enable')}=false"
             )
         given = {at("model.path"): path, at("resource_pool.nnodes"): pool.nnodes}
         unused = {key: value for key, value in given.items() if value}

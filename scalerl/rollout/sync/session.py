@@ -184,7 +184,7 @@ class SyncSession:
         return self._without[part]
 
     def call(self, feed: Feed, step: Step | None, request: Callable[[RolloutClient], Any]) -> Any:
-        """Calls one server and returns its answer; None from a server that failed now or earlier in this session.
+        """Calls one server and returns its answer; None from a server that failed in this call or an earlier one.
 
         A failure does not end the session: other ranks wait for this rank in collectives, other servers for their
         weights. step: the SyncOrder step that this call performs; None if it performs none. Raises WrongOrderError

@@ -353,7 +353,7 @@ PPO_RELATIONS = {
     ),
     "more rollout workers than servers": (
         {f"{ROLLOUT}.num_replicas": 2, f"{ROLLOUT}.num_workers": 3},
-        [f"{ROLLOUT}.num_workers = 3", "each has servers of its own, there are 2", f"{ROLLOUT}.num_workers=2 or less"],
+        [f"{ROLLOUT}.num_workers = 3", "there are 2", f"{ROLLOUT}.num_workers=2 or less"],
     ),
     "more rollout workers than servers of their pool": (
         OWN_POOL | {f"{ROLLOUT}.tensor_model_parallel_size": 2, f"{ROLLOUT}.num_workers": 5},

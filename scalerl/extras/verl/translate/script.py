@@ -155,7 +155,7 @@ class _Interpreter:
     def _name_program(self, words: list[_Word], block: str) -> None:
         """Says of a program of verl in a loop or a function that it is not translated."""
         if program := _program([word for word in words if isinstance(word, str)]):
-            self._note(f"{program[0]} is in {block}, and not translated; put its command into a file of its own")
+            self._note(f"{program[0]} is in {block}, and not translated; put the command into a separate file")
 
     def _after_keyword(self, words: list[_Word]) -> list[_Word] | None:
         """The words behind a keyword; none behind the head of a block; None where the first word is no keyword."""

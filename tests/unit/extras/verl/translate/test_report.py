@@ -199,7 +199,7 @@ def test_a_program_in_a_loop_or_a_function_is_named():
     with pytest.raises(UserError) as caught:
         translated(f"for i in 1 2; do\n  {main}\ndone\nrun() {{\n  {main}\n}}\nfunction go {{\n{main}\n}}\n")
     text = str(caught.value)
-    assert "line 2: verl.trainer.main_ppo is in `for ... done`, and not translated; put its command" in text
+    assert "line 2: verl.trainer.main_ppo is in `for ... done`, and not translated" in text
     assert "line 5: verl.trainer.main_ppo is in the function run" in text
     assert "line 8: verl.trainer.main_ppo is in the function go" in text
 
