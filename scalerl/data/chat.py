@@ -41,7 +41,7 @@ def load_tokenizer(path: str | os.PathLike, trust_remote_code: bool = False) -> 
             [f"{directory} holds no tokenizer: add tokenizer.json (or tokenizer.model, vocab.json); it has {present}"]
         )
     # A second to import, and only a process that tokenizes needs it.
-    with lean_imports():
+    with lean_imports(compiler=False):
         from transformers import AutoTokenizer
 
     try:

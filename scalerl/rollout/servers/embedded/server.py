@@ -30,7 +30,7 @@ from scalerl.rollout.servers.update_group import (
 )
 from scalerl.rollout.servers.wire import DATA, EVENT_END, FLATTENED, LAST_EVENT
 
-with lean_imports():
+with lean_imports(compiler=False):
     from scalerl.rollout.servers.embedded.engine import DecodingEngine, RefusedError
 
 SAMPLING_DEFAULTS: dict[str, Any] = {
