@@ -45,16 +45,6 @@ def split(path: Path) -> None:
     (path / "model.safetensors").unlink()
 
 
-def test_shards_read_as_the_single_file_does(model_dir):
-    expected = load_file(model_dir / "model.safetensors")
-    check(model_dir)
-    split(model_dir)
-    check(model_dir)
-    with HFWeights(model_dir) as weights:
-        assert weights.names() == sorted(expected)
-        assert all(torch.equal(weights.read(n)[0:], expected[n]) for n in expected)
-
-
 def test_all_wrong_tensors_in_one_error(model_dir):
     def change(tensors):
         del tensors["model.norm.weight"], tensors["model.layers.0.mlp.up_proj.weight"]
@@ -71,17 +61,6 @@ def test_all_wrong_tensors_in_one_error(model_dir):
         "model.layers.0.self_attn.q_proj.weight has shape (3, 16)",
     ):
         assert part in str(caught.value)
-
-
-def test_harmless_extras_are_accepted(model_dir):
-    edit(model_dir, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}))
-    check(model_dir)
-
-
-def test_a_stored_head_is_extra_unless_tied(tmp_path):
-    path = make_tiny_model(tmp_path / "m", "qwen2", hidden_size=16, num_layers=1, vocab_size=260, tied=True)
-    edit(path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
-    check(path)
 
 
 def test_pickles_are_refused_with_the_way_out(tmp_path):
@@ -115,11 +94,6 @@ def test_an_index_that_names_absent_files(model_dir):
     (model_dir / "model-2.safetensors").unlink()
     with pytest.raises(ValueError, match=r"not there: model-2\.safetensors"):
         HFWeights(model_dir)
-
-
-def test_a_tensor_that_is_not_there(model_dir):
-    with HFWeights(model_dir) as weights, pytest.raises(ValueError, match="has no tensor nope"):
-        weights.read("nope")
 
 
 def test_files_beside_the_weights(tmp_path):
