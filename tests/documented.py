@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -29,8 +28,6 @@ PROGRAMS = (
 )
 # Programs that are named in the text alone.
 NAMED_PROGRAMS = ("kill", "ray", "scancel", "scontrol", "sinfo", "quickstart.py")
-# Words of a shell that a block may begin with.
-SHELL_WORDS = ("for",)
 # Output, pictures and other languages are labelled (```text).
 BLOCK = re.compile(r"^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMANDS = ("", "bash", "sh", "console")
@@ -56,29 +53,16 @@ def spans(text: str) -> list[str]:
     return list(dict.fromkeys(" ".join(span.split()) for span in quoted))
 
 
-def commands(block: str, directory: Path) -> list[list[str]]:
-    """The words of each command, as the programs in a shell get them that the block is pasted into.
-
-    The programs write down what they are given. Where a block has || they fail in a second shell, for what follows it.
-    """
-    programs, record = directory / "programs", directory / "record"
-    programs.mkdir(exist_ok=True)
-    record.write_bytes(b"")
-    for name in PROGRAMS:
-        program = programs / name
-        program.write_text(
-            '#!/bin/sh\nprintf "%s\\0" "${0##*/}" "$@" >> "$RECORD"\nprintf "\\n" >> "$RECORD"\nexit "$CODE"\n'
+def commands(block: str) -> list[list[str]]:
+    """The words of each command of a block, each line of which has one."""
+    found = []
+    for line in block.replace("\\\n", " ").splitlines():
+        words = words_of(line)
+        assert words or not line.strip(), (
+            f"{line!r} begins with no program: label its block ```text, or add the program"
         )
-        program.chmod(0o755)
-    for options, code in (("-eu", 0), ("-u", 1))[: 1 + ("||" in block)]:
-        environment = {"PATH": f"{programs}:/usr/bin:/bin", "RECORD": str(record), "HOME": str(directory)}
-        done = subprocess.run(
-            ["bash", options], input=block, text=True, cwd=directory, env=environment | {"CODE": str(code)},
-            capture_output=True, timeout=60,
-        )  # fmt: skip
-        assert done.returncode == code and not done.stderr, done.stderr
-    lines = dict.fromkeys(record.read_bytes().decode().split("\0\n"))
-    return [line.split("\0") for line in lines if line]
+        found += words
+    return found
 
 
 def commands_in_text(page: str) -> list[list[str]]:
@@ -100,7 +84,8 @@ def commands_in_comments(source: str) -> list[list[str]]:
 def words_of(line: str) -> list[list[str]]:
     """The words of each command of a line, as usages are written too: [--optional N], one|another.
 
-    Empty for prose, for a line that begins with no program, and for one that has nothing but that.
+    Empty for prose, for a line that begins with no program, and for one that has nothing but that. Variables before a
+    program are left out.
     """
     if re.search(r"[^. ]\.$", line) or line.startswith("["):
         return []
@@ -114,9 +99,13 @@ def words_of(line: str) -> list[list[str]]:
             split_words.append([])
         elif word := _unbracketed(word):
             split_words[-1].append(word)
-    return [
-        [_program(command[0]), *command[1:]] for command in split_words if len(command) > 1 and _program(command[0])
-    ]
+    found = []
+    for command in split_words:
+        while command and re.match("[A-Z_]+=", command[0]):
+            command = command[1:]
+        if len(command) > 1 and _program(command[0]):
+            found.append([_program(command[0]), *command[1:]])
+    return found
 
 
 def _unbracketed(word: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -56,10 +57,11 @@ class Hub:
             server.shutdown()
             server.server_close()
 
-    def environment(self, home: Path) -> dict[str, str]:
-        """The environment variables of a client whose cache is in `home`."""
-        names = ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_PROGRESS_BARS")
-        return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), **dict.fromkeys(names, "1")}
+    def environment(self, home: Path, offline: bool = False) -> dict[str, str]:
+        """The environment of a client whose cache is in `home`."""
+        names = ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_PROGRESS_BARS", *(["HF_HUB_OFFLINE"] if offline else []))
+        others = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+        return {**others, "HF_ENDPOINT": self.url, "HF_HOME": str(home), **dict.fromkeys(names, "1")}
 
 
 class _Handler(BaseHTTPRequestHandler):

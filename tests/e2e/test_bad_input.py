@@ -89,13 +89,10 @@ def test_sizes_that_do_not_divide_name_the_nearest(inputs: Inputs, kept: Kept, t
 # Files, before a device is held.
 
 
-@pytest.fixture(scope="module")
-def file_violations(inputs: Inputs, kept: Kept, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """One run with much wrong."""
-    directory = tmp_path_factory.mktemp("files")
+def test_all_that_is_wrong_with_the_files_is_told_at_once(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
+    directory = tmp_path / "files"
     write(directory / "lacks.parquet", [row(reward_model=...)])
     write(directory / "types.parquet", [row(), row(prompt=[])])
-    write(directory / "numbers.parquet", [row(ability=7)])
     model = copy_model(inputs, directory / "lacks_tensor", without="model.safetensors")
     tensors = load_file(inputs.model / "model.safetensors")
     del tensors["model.layers.0.mlp.up_proj.weight"]
@@ -108,38 +105,22 @@ def file_violations(inputs: Inputs, kept: Kept, tmp_path_factory: pytest.TempPat
         f"actor_rollout_ref.ref.model_path={copy_model(inputs, directory / 'lacks_config', without='config.json')}",
         "custom_reward_function.path=no/such/reward.py",
     )
-    return numbered(refused(kept.train(overrides)))
+    violations = numbered(refused(kept.train(overrides)))
+    only(violations, "lacks.parquet", "reward_model")
+    only(violations, "types.parquet", "row 1", "column 'prompt'", "empty")
+    only(violations, "lacks_tensor", "missing model.layers.0.mlp.up_proj.weight")
+    only(violations, "lacks_config has no config.json")
+    only(violations, "custom_reward_function.path=no/such/reward.py does not exist")
 
 
-def test_missing_column(file_violations: list[str]) -> None:
-    only(file_violations, "lacks.parquet", "reward_model")
-
-
-def test_empty_prompt_list(file_violations: list[str]) -> None:
-    only(file_violations, "types.parquet", "row 1", "column 'prompt'", "empty")
-
-
-def test_missing_tensor(file_violations: list[str]) -> None:
-    only(file_violations, "lacks_tensor", "missing model.layers.0.mlp.up_proj.weight")
-
-
-def test_model_without_config(file_violations: list[str]) -> None:
-    only(file_violations, "lacks_config has no config.json")
-
-
-def test_missing_reward_file(file_violations: list[str]) -> None:
-    only(file_violations, "custom_reward_function.path=no/such/reward.py does not exist")
-
-
-@pytest.fixture(scope="module")
-def fit_violations(inputs: Inputs, kept: Kept, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """One run whose parts do not fit together."""
-    directory = tmp_path_factory.mktemp("fit")
+def test_all_that_does_not_fit_together_is_told_at_once(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
+    directory = tmp_path / "fit"
     write(directory / "long.parquet", [row(), row(prompt=[{"role": "user", "content": "1" * 50}])])
     write(directory / "types.parquet", [row(ability=7)])
     reward = directory / "reward.py"
     reward.write_text("def compute_scores(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n")
     ref = copy_model(inputs, directory / "lacks_weights", without="model.safetensors")
+    heads, layers = inputs.config["num_attention_heads"], inputs.config["num_hidden_layers"]
     overrides = inputs.overrides(
         directory / "run",
         f"data.train_files={directory / 'long.parquet'}",
@@ -147,37 +128,17 @@ def fit_violations(inputs: Inputs, kept: Kept, tmp_path_factory: pytest.TempPath
         f"actor_rollout_ref.ref.model_path={ref}",
         f"custom_reward_function.path={reward}",
         # One more than there are divides neither.
-        f"{TP}={(tp_size := inputs.config['num_attention_heads'] + 1)}",
-        f"{PP}={(pp_size := inputs.config['num_hidden_layers'] + 1)}",
-        f"trainer.n_gpus_per_node={tp_size * pp_size}",
+        f"{TP}={heads + 1}",
+        f"{PP}={layers + 1}",
+        f"trainer.n_gpus_per_node={(heads + 1) * (layers + 1)}",
     )
-    return numbered(refused(kept.train(overrides)))
-
-
-def test_prompt_too_long(fit_violations: list[str]) -> None:
-    only(fit_violations, "long.parquet", "row 1", "column 'prompt'", "max_prompt_length=16", " tokens)")
-
-
-def test_wrong_type(fit_violations: list[str]) -> None:
-    only(fit_violations, "types.parquet", "row 0", "column 'ability'", "found int, not text (7)")
-
-
-def test_model_without_safetensors(fit_violations: list[str]) -> None:
-    only(fit_violations, "lacks_weights has neither model.safetensors nor")
-
-
-def test_reward_file_without_the_name(fit_violations: list[str]) -> None:
-    only(fit_violations, "reward.py does not define 'compute_score'", "custom_reward_function.name=compute_scores")
-
-
-def test_heads_not_divisible_by_tp(fit_violations: list[str], inputs: Inputs) -> None:
-    heads = inputs.config["num_attention_heads"]
-    only(fit_violations, f"{TP} = {heads + 1}: must divide the model's {heads} attention heads")
-
-
-def test_layers_not_divisible_by_pp(fit_violations: list[str], inputs: Inputs) -> None:
-    layers = inputs.config["num_hidden_layers"]
-    only(fit_violations, f"{PP} = {layers + 1}: must divide the model's {layers} layers")
+    violations = numbered(refused(kept.train(overrides)))
+    only(violations, "long.parquet", "row 1", "column 'prompt'", "max_prompt_length=16", " tokens)")
+    only(violations, "types.parquet", "row 0", "column 'ability'", "found int, not text (7)")
+    only(violations, "lacks_weights has neither model.safetensors nor")
+    only(violations, "reward.py does not define 'compute_score'", "custom_reward_function.name=compute_scores")
+    only(violations, f"{TP} = {heads + 1}: must divide the model's {heads} attention heads")
+    only(violations, f"{PP} = {layers + 1}: must divide the model's {layers} layers")
 
 
 @pytest.mark.parametrize("choice", ["data.truncation=middle", full("data.filter_overlong_prompts=true")])

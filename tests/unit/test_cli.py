@@ -19,11 +19,6 @@ from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTCo
 from scalerl.errors import UserError
 
 
-def shell(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "scalerl.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_a_command_hands_its_arguments_on_and_returns_the_exit_code(monkeypatch, command):
     module, _, name = cli.COMMANDS[command].partition(":")
@@ -96,8 +91,6 @@ def test_usage(capsys):
     assert all(re.search(rf"^  {name} ", out, re.MULTILINE) for name in cli.COMMANDS)
     assert cli.main([]) == 2
     assert "usage: scalerl" in capsys.readouterr().err
-    assert cli.main(["tran"]) == 2
-    assert "did you mean scalerl train?" in capsys.readouterr().err
 
 
 def test_version(capsys):
@@ -203,11 +196,6 @@ def test_a_reader_may_stop_early():
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0 and done.stderr == ""
-
-
-def test_the_module_runs_as_a_program():
-    done = shell("nonsense")
-    assert done.returncode == 2 and "there is no command nonsense" in done.stderr
 
 
 def test_a_misspelt_command_is_the_last_thing_said(capsys):

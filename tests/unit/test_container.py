@@ -9,6 +9,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
 DEFINITION = (ROOT / "docker" / "scalerl.def").read_text(encoding="utf-8")
@@ -74,3 +76,16 @@ def test_what_is_copied_builds_a_package_with_all_its_files(tmp_path: Path) -> N
     with zipfile.ZipFile(wheel) as packed:
         missing = {str(file) for file in files if "__pycache__" not in file.parts} - set(packed.namelist())
     assert missing == set()
+
+
+def test_sections_of_the_apptainer_definition_are_linted(tmp_path: Path) -> None:
+    """As apptainer runs them: each by sh, in a separate file. `make lint` reads the other scripts."""
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    if not shellcheck.exists():
+        pytest.skip("no shellcheck in this environment: make setup")
+    sections = dict(re.findall(r"^%(\w+)\n(.*?)(?=^%|\Z)", DEFINITION, re.MULTILINE | re.DOTALL))
+    files = [tmp_path / name for name in ("post", "environment", "runscript")]
+    for file in files:
+        file.write_text(f"#!/bin/sh\n{sections[file.name]}")
+    done = subprocess.run([shellcheck, *files], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr

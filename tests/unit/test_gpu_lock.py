@@ -75,12 +75,6 @@ def test_other_versions_than_on_a_cpu_are_said_in_the_file() -> None:
     assert said == {name for name, version in LOCK.cpu_pins().items() if PINS.get(name, version) != version}
 
 
-def test_stale_lock_is_found_out(tmp_path: Path) -> None:
-    assert unmet(["numpy>=3"]) == [f"numpy>=3 (locked: {PINS['numpy']})"]
-    assert unmet(["no-such-package"]) == ["no-such-package (locked: None)"]
-    assert unmet(['colorama; sys_platform == "win32"', "cuda-tile==1.6.0rc5"]) == []
-
-
 @pytest.mark.full
 def test_resolving_again_changes_nothing() -> None:
     done = subprocess.run(

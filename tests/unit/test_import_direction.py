@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -60,81 +60,26 @@ WITHOUT = {
 }
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of every import, those inside functions and `import_module("...")` included."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+Import = tuple[int, str, bool]
+
+
+def imports(path: Path) -> Iterator[Import]:
+    """(line, dotted name, whether it is for types alone) of every import, those inside functions and by name too."""
+    waiting: list[tuple[ast.AST, bool]] = [(ast.parse(path.read_text(encoding="utf-8")), False)]
+    while waiting:
+        node, for_types = waiting.pop()
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            yield from ((node.lineno, alias.name, for_types) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             stem = "." * node.level + (node.module or "")
-            yield from ((node.lineno, f"{stem}.{alias.name}") for alias in node.names)
+            yield from ((node.lineno, f"{stem}.{alias.name}", for_types) for alias in node.names)
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if called in ("import_module", "__import__", "importorskip"):
-                yield node.lineno, str(node.args[0].value)
-
-
-def module_of(path: Path, root: Path) -> str:
-    return path.relative_to(root).parts[0].removesuffix(".py")
-
-
-def violations(root: Path) -> list[str]:
-    messages = []
-    for path in sorted(root.rglob("*.py")):
-        module = module_of(path, root)
-        if module == "__init__":
-            module_layer = -1
-        elif module in LAYER:
-            module_layer = LAYER[module]
-        else:
-            messages.append(f"{path.relative_to(root)}: {module} has no place in the map")
-            continue
-        for line, name in imports(path):
-            messages += (f"{path.relative_to(root)}:{line}: {text}" for text in breaches(module, module_layer, name))
-    return messages + needs_what_it_must_not(root)
-
-
-def breaches(module: str, layer: int, name: str) -> Iterator[str]:
-    top, *rest = name.split(".")
-    if not top:
-        yield f"relative import of {name}"
-    elif top == "scalerl" and rest and rest[0] in LAYER:
-        if rest[0] != module and (LAYER[rest[0]] >= layer or rest[0] in NEVER_IMPORTED):
-            yield f"{module} (layer {layer}) imports {rest[0]} (layer {LAYER[rest[0]]})"
-    elif top in ONLY_IN and module not in ONLY_IN[top]:
-        yield f"{top} is imported in {', '.join(sorted(ONLY_IN[top]))} alone"
-
-
-def needs_what_it_must_not(root: Path) -> list[str]:
-    """Follow the imports between modules, inside functions too: what a package needs in the end, at most."""
-    modules = modules_of(root)
-    direct = {name: {imported for _, imported in imports(path)} for name, path in modules.items()}
-    messages = []
-    for package, refused in WITHOUT.items():
-        needed: set[str] = set()
-        waiting = [name for name in modules if name.split(".")[1:2] == [package]]
-        seen = set(waiting)
-        while waiting:
-            for imported in direct[waiting.pop()]:
-                needed.add(imported.split(".")[0])
-                # A module is imported with the packages that it is in.
-                parts = (nearest(imported, modules) or "").split(".")
-                fresh = {".".join(parts[:end]) for end in range(1, len(parts) + 1)} & modules.keys() - seen
-                seen |= fresh
-                waiting += fresh
-        messages += [f"{package} needs {name}, through what it imports" for name in sorted(needed & refused)]
-    return messages
-
-
-def test_imports_keep_to_the_map():
-    assert violations(ROOT) == []
-
-
-def test_what_a_rollout_worker_holds_does_not_depend_on_how_it_is_made():
-    held = tuple(f"scalerl.rollout.sampling.{path.stem}." for path in HELD)
-    for path in HELD:
-        names = [name for _, name in imports(path) if name.startswith(MAKES_SAMPLES) and not name.startswith(held)]
-        assert not names, path
+                yield node.lineno, str(node.args[0].value), for_types
+        is_block = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        body = node.body if isinstance(node, ast.If) and is_block else []
+        waiting += [(child, for_types or child in body) for child in ast.iter_child_nodes(node)]
 
 
 def modules_of(root: Path) -> dict[str, Path]:
@@ -143,53 +88,68 @@ def modules_of(root: Path) -> dict[str, Path]:
     return {name.removesuffix(".__init__"): path for name, path in paths.items()}
 
 
-def circles(root: Path) -> list[list[str]]:
-    """The groups of modules that import each other, by imports inside functions too; not those for types alone."""
-    modules = modules_of(root)
-    graph = {
-        name: {found for target in run_imports(path) if (found := nearest(target, modules)) and found != name}
-        for name, path in modules.items()
-    }
-    return [sorted(group) for group in components(graph) if len(group) > 1]
-
-
-def run_imports(path: Path) -> Iterator[str]:
-    """Dotted names that a module imports when it runs: all but those under `if TYPE_CHECKING`."""
-    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            waiting += node.orelse
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        else:
-            waiting += ast.iter_child_nodes(node)
-
-
-def nearest(name: str, modules: dict[str, Path]) -> str | None:
-    """The module that an imported name is, or is in; None for another package's."""
+def nearest(name: str, modules: Mapping[str, object]) -> str:
+    """The module that an imported name is, or is in; "" for another package's."""
     while name and name not in modules:
         name = name.rpartition(".")[0]
-    return name or None
+    return name
 
 
-def components(graph: dict[str, set[str]]) -> Iterator[set[str]]:
-    """The strongly connected components of a graph: of each node those that reach it and that it reaches."""
-    back: dict[str, set[str]] = {node: set() for node in graph}
-    for node, targets in graph.items():
-        for target in targets:
-            back[target].add(node)
-    left = set(graph)
-    while left:
-        start = min(left)
-        group = reached(start, graph) & reached(start, back)
-        left -= group
-        yield group
+def violations(root: Path) -> list[str]:
+    modules = {name: (path, list(imports(path))) for name, path in modules_of(root).items()}
+    found = []
+    for name, (path, imported) in sorted(modules.items()):
+        package = name.split(".")[1] if "." in name else ""
+        if package and package not in LAYER:
+            found.append(f"{path.relative_to(root)}: {package} has no place in the map")
+            continue
+        for line, target, _ in imported:
+            texts = breaches(package, LAYER.get(package, -1), target)
+            found += [f"{path.relative_to(root)}:{line}: {text}" for text in texts]
+    targets = {name: [target for _, target, _ in imported] for name, (_, imported) in modules.items()}
+    return [*found, *needs_what_it_must_not(targets)]
 
 
-def reached(start: str, graph: dict[str, set[str]]) -> set[str]:
+def breaches(package: str, layer: int, target: str) -> Iterator[str]:
+    top, *rest = target.split(".")
+    if not top:
+        yield f"relative import of {target}"
+    elif top == "scalerl" and rest and rest[0] in LAYER:
+        if rest[0] != package and (LAYER[rest[0]] >= layer or rest[0] in NEVER_IMPORTED):
+            yield f"{package} (layer {layer}) imports {rest[0]} (layer {LAYER[rest[0]]})"
+    elif top in ONLY_IN and package not in ONLY_IN[top]:
+        yield f"{top} is imported in {', '.join(sorted(ONLY_IN[top]))} alone"
+
+
+def needs_what_it_must_not(targets: Mapping[str, list[str]]) -> Iterator[str]:
+    """Follow the imports between modules, inside functions too: what a package needs in the end, at most."""
+
+    def with_packages(target: str) -> set[str]:
+        parts = nearest(target, targets).split(".")
+        return {".".join(parts[:end]) for end in range(1, len(parts) + 1)} & targets.keys()
+
+    # A module is imported with the packages that it is in.
+    graph = {name: set().union(*map(with_packages, names)) for name, names in targets.items()}
+    for package, refused in WITHOUT.items():
+        own = [name for name in targets if name.split(".")[1:2] == [package]]
+        needed = {target.split(".")[0] for start in own for name in reached(start, graph) for target in targets[name]}
+        yield from (f"{package} needs {name}, through what it imports" for name in sorted(needed & refused))
+
+
+def circles(root: Path) -> list[list[str]]:
+    """The modules that import each other, by imports inside functions too; not those for types alone."""
+    modules = modules_of(root)
+    graph = {
+        name: {nearest(target, modules) for _, target, for_types in imports(path) if not for_types} - {name, ""}
+        for name, path in modules.items()
+    }
+    ends = {name: reached(name, graph) for name in graph}
+    groups = {frozenset(other for other in ends[name] if name in ends[other]) for name in graph}
+    return sorted(sorted(group) for group in groups if len(group) > 1)
+
+
+def reached(start: str, graph: Mapping[str, set[str]]) -> set[str]:
+    """A module and those that it imports, directly or through others."""
     seen, waiting = {start}, [start]
     while waiting:
         fresh = graph[waiting.pop()] - seen
@@ -198,8 +158,19 @@ def reached(start: str, graph: dict[str, set[str]]) -> set[str]:
     return seen
 
 
+def test_imports_keep_to_the_map():
+    assert violations(ROOT) == []
+
+
 def test_no_modules_import_each_other():
     assert circles(ROOT) == []
+
+
+def test_what_a_rollout_worker_holds_does_not_depend_on_how_it_is_made():
+    held = tuple(f"scalerl.rollout.sampling.{path.stem}." for path in HELD)
+    for path in HELD:
+        names = [name for _, name, _ in imports(path) if name.startswith(MAKES_SAMPLES) and not name.startswith(held)]
+        assert not names, path
 
 
 @pytest.mark.parametrize(
@@ -235,20 +206,11 @@ def test_the_core_works_without_the_extras(tmp_path: Path):
     assert (done.returncode, "scalerl.extras" in done.stderr) == (2, True), done.stderr
 
 
-def layers_of_the_page() -> list[set[str]]:
+def test_the_page_has_the_layers_of_this_test():
     page = (ROOT.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| (.*) \|$", page.partition("## Layers")[2], re.MULTILINE)
     assert [int(number) for number, _ in rows] == list(range(len(rows)))
-    return [set(re.findall(r"`(\w+)`", modules)) for _, modules in rows]
-
-
-def test_the_page_has_the_layers_of_this_test():
-    assert layers_of_the_page() == LAYERS
-
-
-def test_every_module_of_the_package_is_in_the_map():
-    names = {p.name.removesuffix(".py") for p in ROOT.iterdir() if p.name != "__init__.py"}
-    assert names - set(LAYER) - {"__pycache__", "py.typed"} == set()
+    assert [set(re.findall(r"`(\w+)`", modules)) for _, modules in rows] == LAYERS
 
 
 @pytest.mark.parametrize(
@@ -276,13 +238,11 @@ def test_a_breach_is_listed(tmp_path, module, code, breach):
     assert any(breach in text for text in violations(tmp_path))
 
 
-def test_what_a_module_needs_is_followed_through_others(tmp_path):
+def test_what_a_module_needs_is_followed_through_others_and_what_the_map_allows_is_not_listed(tmp_path):
     for module, code in {"merge": "from scalerl.models import table", "models": "import torch.nn, mlflow"}.items():
         (tmp_path / f"{module}.py").write_text(code)
     assert "merge needs mlflow, through what it imports" in violations(tmp_path)
-
-
-def test_what_the_map_allows_is_not_listed(tmp_path):
+    (tmp_path / "models.py").write_text("import torch.nn")
     for module, code in {
         "trainer": "import ray\nfrom scalerl.rollout import program\nfrom scalerl.config import compose",
         "parallel": "from megatron.core import mpu\nfrom scalerl.parallel import layout\nimport torch",

@@ -9,8 +9,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import sysconfig
-import venv
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -101,32 +99,3 @@ freeze.timeout='5'
     }
     # What it cannot be told is left to pip.
     assert install.uv_settings(config + "global.only-binary=':all:'\n") is None
-
-
-def test_uv_installs_from_the_index_that_pip_is_configured_with(tmp_path: Path, install: ModuleType) -> None:
-    if install.uv_version() is None:
-        pytest.skip("this environment was not made by `make setup`, or its index has no uv")
-    index = tmp_path / "simple" / "torch"
-    index.mkdir(parents=True)
-    wheel(index, CPU)
-    (index / "index.html").write_text(
-        f'<a href="{CPU.replace("+", "%2B")}-py3-none-any.whl">{CPU}-py3-none-any.whl</a>'
-    )
-    venv.create(tmp_path / "env", with_pip=False, symlinks=True)
-    python = tmp_path / "env" / "bin" / "python"
-    site = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "env")}))
-    # Of the environment of this test: pip and uv alone.
-    (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
-
-    def install_from(index: Path, requirement: str) -> tuple[int, list[str]]:
-        """Exit code, and who installed torch."""
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "UV_"))}
-        environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": index.as_uri()}
-        environment |= {"UV_CACHE_DIR": str(tmp_path / "cache")}
-        command = [str(python), str(ROOT / "requirements" / "install.py"), "--no-deps", requirement]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-        return done.returncode, [path.read_text() for path in site.glob("torch-*.dist-info/INSTALLER")]
-
-    assert install_from(index.parent, "torch==2.13.0+cpu") == (0, ["uv"])
-    code, installers = install_from(index.parent, "torch==2.12.0+cpu")
-    assert code != 0 and installers == ["uv"]

@@ -287,14 +287,6 @@ def test_any_split_of_the_sequences_gives_the_whole(name, cuts):
     same(to_floats(rollout_corr_metrics(merged)), to_floats(rollout_corr_metrics(whole.metrics)))
 
 
-def test_order_of_the_sequences_does_not_matter():
-    columns, settings = batch(), config("all together")
-    order = np.random.default_rng(1).permutation(24).tolist()
-    there, here = correct(*rows_of(columns, order), settings), correct(*columns, settings)
-    shuffled = torch.cat([here.weights_T[columns[3][row] : columns[3][row + 1]] for row in order])
-    torch.testing.assert_close(there.weights_T, shuffled, rtol=1e-6, atol=0)
-
-
 def test_off_changes_nothing():
     columns = batch()
     correction = correct(*columns, RolloutCorrectionConfig())

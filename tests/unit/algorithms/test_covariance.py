@@ -54,11 +54,6 @@ def test_clip_cov_takes_some_inside_the_band(rows, ratio, seed):
     assert select(rows, config, keys) == sorted(want)
 
 
-def test_nothing_is_in_the_band_of_equal_advantages():
-    config = PolicyLossConfig(loss_mode="clip_cov")
-    assert select([(1.0, -5.0, True), (1.0, 0.0, True)], config, torch.arange(2)) == []
-
-
 def test_a_rank_without_tokens_selects_none():
     for mode in ("kl_cov", "clip_cov"):
         config = PolicyLossConfig(loss_mode=mode)

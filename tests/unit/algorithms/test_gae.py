@@ -80,27 +80,12 @@ def random_batch(lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor, Ten
     return *torch.randn(2, total, generator=generator), mask, cu_seqlens_of(lengths)
 
 
-def test_gamma_lam_one_are_the_rewards_to_come():
-    rewards, values, mask, cu_seqlens = random_batch([40, 1, 0, 700])
-    advantages, returns = gae(rewards, values, mask, cu_seqlens, gamma=1.0, lam=1.0)
-    for start, end in pairwise(cu_seqlens):
-        kept = mask[start:end]
-        to_come = rewards[start:end][kept].double().flip(0).cumsum(0).flip(0)
-        torch.testing.assert_close(returns[start:end][kept].double(), to_come, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(advantages, torch.where(mask, returns - values, 0.0), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
-def test_lam_zero_looks_one_token_ahead(gamma):
-    rewards, values, _, cu_seqlens = random_batch([5, 1, 3])
-    advantages, _ = gae(rewards, values, torch.ones(9), cu_seqlens, gamma=gamma, lam=0.0)
-    following = torch.tensor([*values[1:5], 0.0, 0.0, *values[7:9], 0.0])
-    torch.testing.assert_close(advantages, rewards + gamma * following - values)
+MANY = [70_000, 0, 3, 20_000, 50_000, 1, 65_536, 0, 2]
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (1.0, 0.0)])
-def test_sequences_do_not_see_each_other(gamma, lam):
-    lengths = [3, 0, 130, 1, 64, 65]
+@pytest.mark.parametrize("lengths", [[3, 0, 130, 1, 64, 65], MANY], ids=["few", "many"])
+def test_sequences_do_not_see_each_other(lengths, gamma, lam):
     rewards, values, mask, cu_seqlens = random_batch(lengths)
     whole = gae(rewards, values, mask, cu_seqlens, gamma=gamma, lam=lam)
     parts = [column.split(lengths) for column in (rewards, values, mask)]
@@ -109,27 +94,11 @@ def test_sequences_do_not_see_each_other(gamma, lam):
         assert torch.equal(together, torch.cat(pieces))
 
 
-def test_a_batch_of_many_tokens_is_its_sequences():
-    lengths = [70_000, 0, 3, 20_000, 50_000, 1, 65_536, 0, 2]
-    rewards, values, mask, cu_seqlens = random_batch(lengths)
-    whole = gae(rewards, values, mask, cu_seqlens, gamma=1.0, lam=0.95)
-    parts = [column.split(lengths) for column in (rewards, values, mask)]
-    alone = [gae(*row, cu_seqlens_of([len(row[0])]), gamma=1.0, lam=0.95) for row in zip(*parts, strict=True)]
-    for together, pieces in zip(whole, zip(*alone, strict=True), strict=True):
-        assert torch.equal(together, torch.cat(pieces))
+def test_a_token_among_many_that_is_not_finite_is_named():
+    rewards, values, mask, cu_seqlens = random_batch(MANY)
     values[120_000] = math.nan
     with pytest.raises(ValueError, match=r"value of response token 29997 of sequence 4 is nan"):
         gae(rewards, values, torch.ones_like(mask), cu_seqlens, gamma=1.0, lam=0.95)
-
-
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 5.0])
-def test_what_other_tokens_hold_does_not_matter(poison):
-    rewards, values, mask, cu_seqlens = random_batch([30, 9])
-    want = gae(rewards, values, mask, cu_seqlens, gamma=0.99, lam=0.95)
-    dirty = (torch.where(mask, column, poison) for column in (rewards, values))
-    advantages_and_returns = gae(*dirty, mask, cu_seqlens, gamma=0.99, lam=0.95)
-    assert all(torch.equal(left, right) for left, right in zip(advantages_and_returns, want, strict=True))
-    assert all((column[~mask] == 0).all() for column in advantages_and_returns)
 
 
 def test_types_of_the_columns_do_not_matter():
@@ -148,19 +117,6 @@ def test_inputs_stay_as_they_are_and_outputs_have_no_gradient():
     assert not returns.requires_grad
     assert torch.equal(values, before[0])
     assert torch.equal(rewards, before[1])
-
-
-@pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
-def test_no_tokens(lengths):
-    nothing = torch.zeros(0)
-    for column in gae(nothing, nothing, nothing, cu_seqlens_of(lengths), gamma=1.0, lam=1.0):
-        assert column.shape == (0,)
-
-
-def test_no_response_tokens():
-    rewards, values, _, cu_seqlens = random_batch([4, 2])
-    for column in gae(rewards, values, torch.zeros(6), cu_seqlens, gamma=1.0, lam=1.0):
-        assert torch.equal(column, torch.zeros(6))
 
 
 def test_a_small_reward_survives_large_values():

@@ -53,10 +53,6 @@ def test_trainer_and_servers_agree_on_nccls_memory() -> None:
     assert worker_environment("cuda", {})["NCCL_CUMEM_ENABLE"] == "0"
 
 
-def test_compilers_of_the_ranks_of_a_node_leave_cores_to_each_other() -> None:
-    assert worker_environment("cuda", {})["TORCHINDUCTOR_COMPILE_THREADS"] == "4"
-
-
 @pytest.mark.parametrize(
     ("name", "devices"),
     [

@@ -36,10 +36,10 @@ def test_sigusr1_lets_the_step_end() -> None:
 
 
 def test_sigterm_leaves_by_an_exception(capsys: pytest.CaptureFixture[str]) -> None:
-    """So that `with` blocks end servers and workers; the message comes when they have."""
+    """So that `with` blocks end servers and workers; how to continue is said when they have."""
     stop = StopRequest()
     closed, went_on = [], []
-    with pytest.raises(SystemExit) as error, stop.listening():
+    with pytest.raises(SystemExit) as error, stop.listening("The same command continues."):
         try:
             os.kill(os.getpid(), signal.SIGTERM)
             went_on.append(True)
@@ -47,12 +47,6 @@ def test_sigterm_leaves_by_an_exception(capsys: pytest.CaptureFixture[str]) -> N
             closed.append(True)
             assert capsys.readouterr().err == ""
     assert error.value.code == EXIT_TERMINATED == 143 and closed and not went_on
-    assert capsys.readouterr().err == f"{TERMINATED}\n"
-
-
-def test_how_to_continue_is_said_after_the_end(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit), StopRequest().listening("The same command continues."):
-        os.kill(os.getpid(), signal.SIGTERM)
     assert capsys.readouterr().err == f"{TERMINATED} The same command continues.\n"
 
 
@@ -240,12 +234,6 @@ def test_nothing_is_installed_off_the_main_thread() -> None:
     thread.start()
     thread.join()
     assert inside == before
-
-
-def test_a_request_is_quiet_until_it_listens() -> None:
-    before = [signal.getsignal(number) for number in SIGNALS]
-    assert StopRequest().requested is False
-    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 def test_the_codes() -> None:

@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from scalerl import cli
 from scalerl.commands import main_eval
 from scalerl.config import ConfigError
 from scalerl.data import DataError
@@ -243,23 +242,3 @@ def test_it_needs_no_ray_and_no_engine(here):
     )  # fmt: skip
     imported = set(done.stdout.splitlines()[-1].split()[1:])
     assert "scalerl" in imported and not imported & {"ray", "megatron", "sglang", "mlflow"}
-
-
-def test_the_command_reports_a_users_error(here, capsys):
-    assert cli.main(["eval", "data.path=nowhere.parquet"]) == 2
-    assert "nowhere.parquet does not exist" in capsys.readouterr().err
-
-
-def test_several_reward_functions_are_logged_by_name(here, capsys):
-    Path("reward.py").write_text(
-        "def right(solution_str, ground_truth, **_):\n    return float(solution_str == ground_truth)\n"
-        "async def short(solution_str, **_):\n    return {'score': 1.0, 'length': len(solution_str)}\n"
-    )
-    write([row(0, ["1", "22"])])
-    assert evaluate("custom_reward_function.weights={right: 1.0, short: 0.5}", "data.output_path=out.parquet") == 0
-    table = pq.read_table("out.parquet")
-    assert table["scores"].to_pylist() == [[1.5, 0.5]]
-    assert [json.loads(extra) for extra in table["reward_extra"].to_pylist()[0]] == [
-        {"right": 1.0, "short": 1.0, "length": 1},
-        {"right": 0.0, "short": 1.0, "length": 2},
-    ]

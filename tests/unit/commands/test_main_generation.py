@@ -274,10 +274,3 @@ def test_dry_run_leaves_nothing(here, capsys):
     assert main_generation.main(arguments("--dry-run")) == 0
     assert "starts nothing" in capsys.readouterr().out
     assert sorted(path.name for path in here.iterdir()) == ["in.parquet", "model"]
-
-
-def test_the_fingerprint_of_parts_can_be_read(here):
-    with parts_of(config()) as parts:
-        stored_fingerprint = json.loads((parts.directory / "fingerprint.json").read_text())
-    assert stored_fingerprint["rollout.response_length"] == 8 and len(stored_fingerprint["files of model.path"]) == 16
-    assert not [key for key in stored_fingerprint if key.startswith("trainer.")]

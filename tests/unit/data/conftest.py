@@ -13,6 +13,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from scalerl.commands.generation import read_prompts
+from scalerl.config import compose
+from scalerl.data.files import resolve_files
+from scalerl.data.tables import read_tables
+
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
@@ -74,3 +79,14 @@ def write(tmp_path: Path) -> Callable[..., str]:
         return str(path)
 
     return write_rows
+
+
+@pytest.fixture
+def prompts_of():
+    """prompts_of(path, tokenizer, *keys): the prompts that `scalerl generate` makes of a file."""
+
+    def prompts(path: str, tokenizer, *keys: str) -> list:
+        cfg = compose("generation", ["model.path=m", "data.output_path=o.parquet", f"data.path={path}", *keys])
+        return read_prompts(read_tables(resolve_files(path, cfg.data.cache_dir)), cfg, tokenizer)
+
+    return prompts

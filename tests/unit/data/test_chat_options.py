@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 
-from scalerl.commands.generation import read_prompts
 from scalerl.config import compose
 from scalerl.config.schema import DataConfig, SFTDataConfig
 from scalerl.data import DataError, RLHFDataset, SFTDataset, prompt_tokens
 from scalerl.data.chat import Conversation, unknown_options, use_chat_template
-from scalerl.data.files import resolve_files
-from scalerl.data.tables import read_tables
 
 TEMPLATE = (
     "{% if tools %}{{ tools[0].function.name }} {% endif %}"
@@ -65,7 +62,7 @@ def test_conversations_take_them_and_learn_the_reasoning(write, make_tokenizer, 
 
 
 def test_thoughts_of_earlier_answers_reach_the_prompts_of_training_and_generation(
-    write, make_tokenizer, make_row, template
+    write, prompts_of, make_tokenizer, make_row, template
 ) -> None:
     """`reasoning_content`. Parquet gives the key to every message; one without a thought has none in the template."""
     tokenizer = make_tokenizer(None)
@@ -84,12 +81,11 @@ def test_thoughts_of_earlier_answers_reach_the_prompts_of_training_and_generatio
         rows = RLHFDataset(path, tokenizer, DataConfig())
         assert [tokenizer.decode(rows[i].input_ids) for i in range(2)] == shown
         assert [rows[i].messages for i in range(2)] == [turns[:1], turns]
-        cfg = compose("generation", ["model.path=m", "data.output_path=o.parquet", f"data.path={path}"])
-        prompts = read_prompts(read_tables(resolve_files(path, cfg.data.cache_dir)), cfg, tokenizer)
+        prompts = prompts_of(path, tokenizer)
         assert [tokenizer.decode(prompt.input_ids) for prompt in prompts] == shown
 
 
-def test_changed_by_parquet_nulls_of_other_rows_reach_no_template(write, make_tokenizer, make_row) -> None:
+def test_changed_by_parquet_nulls_of_other_rows_reach_no_template(write, prompts_of, make_tokenizer, make_row) -> None:
     """Arguments of tool calls that differ from row to row: the text is that of jsonl, in every command."""
     tokenizer = make_tokenizer(
         "{% for m in messages %}{{ m.role }} {{ m.content or '' }}"
@@ -106,8 +102,7 @@ def test_changed_by_parquet_nulls_of_other_rows_reach_no_template(write, make_to
     for suffix in ("jsonl", "parquet"):
         path = write([make_row() | {"prompt": messages} for messages in conversations], f"train.{suffix}")
         rows = RLHFDataset(path, tokenizer, DataConfig())
-        cfg = compose("generation", ["model.path=m", "data.output_path=o.parquet", f"data.path={path}"])
-        prompts = read_prompts(read_tables(resolve_files(path, cfg.data.cache_dir)), cfg, tokenizer)
+        prompts = prompts_of(path, tokenizer)
         sft = SFTDataset(
             write([{"messages": messages} for messages in conversations], f"sft.{suffix}"),
             tokenizer,
@@ -119,7 +114,7 @@ def test_changed_by_parquet_nulls_of_other_rows_reach_no_template(write, make_to
     assert all('{"city": "Paris"}' in texts[0] and "null" not in "".join(texts) for texts in shown["parquet"])
 
 
-def test_a_row_may_have_tools_of_its_own(write, make_tokenizer, make_row, template, tmp_path) -> None:
+def test_a_row_may_have_tools_of_its_own(write, prompts_of, make_tokenizer, make_row, template, tmp_path) -> None:
     """As a list, of which parquet makes one type for all rows, or as JSON text; a row without has those of all."""
     tokenizer = make_tokenizer(
         "{% for t in tools or [] %}{{ t.function | tojson }} {% endfor %}"
@@ -146,9 +141,7 @@ def test_a_row_may_have_tools_of_its_own(write, make_tokenizer, make_row, templa
         for row, tools in zip((SFTDataset(path, tokenizer, config)[i] for i in range(3)), shown, strict=True):
             assert tokenizer.decode(row.input_ids) == f"{tools}user 1<|end|>assistant 2<|end|>"
         path = write([{"prompt": turns[:1], "tools": tools} for tools in kept], f"generate_{name}.parquet")
-        options = ["model.path=m", "data.output_path=o.parquet", f"data.path={path}"]
-        cfg = compose("generation", [*options, "data.chat_template_kwargs.tools=[{function:{name:add}}]"])
-        prompts = read_prompts(read_tables(resolve_files(path, cfg.data.cache_dir)), cfg, tokenizer)
+        prompts = prompts_of(path, tokenizer, "data.chat_template_kwargs.tools=[{function:{name:add}}]")
         assert [tokenizer.decode(prompt.input_ids) for prompt in prompts] == [
             f"{tools}user 1<|end|>assistant " for tools in shown
         ]
@@ -205,7 +198,9 @@ LEFT_OUT = {
 
 
 @pytest.mark.parametrize("what", LEFT_OUT)
-def test_left_out_by_the_chat_template_is_a_problem_of_the_row(what, write, make_tokenizer, make_row, caplog) -> None:
+def test_left_out_by_the_chat_template_is_a_problem_of_the_row(
+    what, write, prompts_of, make_tokenizer, make_row, caplog
+) -> None:
     """A message or a tool that a template does not write is one that the model would never see."""
     tokenizer = make_tokenizer(
         "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.role }} {{ m.content }}<|end|>{% endfor %}"
@@ -228,8 +223,7 @@ def test_left_out_by_the_chat_template_is_a_problem_of_the_row(what, write, make
         read({"unknown_tokens": "allow"})
         assert what in caplog.text
     caplog.clear()
-    cfg = compose("generation", ["model.path=m", "data.output_path=o.parquet", f"data.path={prompts}"])
-    read_prompts(read_tables(resolve_files(prompts, cfg.data.cache_dir)), cfg, tokenizer)
+    prompts_of(prompts, tokenizer)
     assert f"row 1: {what}" in caplog.text
 
 

@@ -25,15 +25,17 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
-def write_originals(directory: Path) -> None:
-    """The original files that the page names."""
+@pytest.fixture
+def originals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory with the original files that the page names."""
+    monkeypatch.chdir(tmp_path)
     problem = {"problem": "1+1?", "level": "Level 1", "type": "Algebra", "solution": r"\boxed{2}"}
     for split in ("train", "test"):
-        (directory / "gsm8k").mkdir(exist_ok=True)
+        (tmp_path / "gsm8k").mkdir(exist_ok=True)
         row = {"question": f"{split}?", "answer": "so\n#### 5"}
-        (directory / f"gsm8k/{split}.jsonl").write_text(json.dumps(row) + "\n")
-        (directory / f"MATH/{split}/algebra").mkdir(parents=True)
-        (directory / f"MATH/{split}/algebra/1.json").write_text(json.dumps(problem | {"problem": split}, indent=2))
+        (tmp_path / f"gsm8k/{split}.jsonl").write_text(json.dumps(row) + "\n")
+        (tmp_path / f"MATH/{split}/algebra").mkdir(parents=True)
+        (tmp_path / f"MATH/{split}/algebra/1.json").write_text(json.dumps(problem | {"problem": split}, indent=2))
     for name, texts in (("dapo-math-17k", "ab"), ("aime-2024", "c")):
         rows = [
             {
@@ -45,18 +47,11 @@ def write_originals(directory: Path) -> None:
             }
             for text in texts
         ]
-        pq.write_table(pa.Table.from_pylist(rows), directory / f"{name}.parquet")
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
 
 
-@pytest.fixture
-def originals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with the original files that the page names."""
-    monkeypatch.chdir(tmp_path)
-    write_originals(tmp_path)
-    return tmp_path
-
-
-def test_the_commands_run(originals, tokenizer):
+@pytest.mark.usefixtures("originals")
+def test_the_commands_run(tokenizer):
     (commands,) = blocks("bash")
     outs = []
     for line in commands.splitlines():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -63,8 +62,7 @@ def hub() -> Iterator[Hub]:
 
 def data(hub: Hub, home: Path, *arguments: object, offline: bool = False) -> subprocess.CompletedProcess[str]:
     """Runs `scalerl data`, in a process that may ask the hub."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith("HF_")} | hub.environment(home)
-    env |= {"HF_HUB_OFFLINE": "1"} if offline else {}
+    env = hub.environment(home, offline)
     command = [sys.executable, "-m", "scalerl.cli", "data", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, cwd=home, check=False)
 

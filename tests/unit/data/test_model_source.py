@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,9 +28,7 @@ def hub() -> Iterator[Hub]:
 
 def fetch(hub: Hub, home: Path, *paths: str, offline: bool = False) -> list[str]:
     """What `model_directory` says of each path, in a process that may ask the hub."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    env |= hub.environment(home)
-    env |= {"HF_HUB_OFFLINE": "1"} if offline else {}
+    env = hub.environment(home, offline)
     code = (
         "import sys\n"
         "from scalerl.data.model_source import model_directory\n"

@@ -14,7 +14,7 @@ from scalerl.commands.data import splits
 from scalerl.commands.data.rows import answer_of_solution
 from scalerl.commands.data.splits import split_of
 from scalerl.config.schema import DataConfig
-from scalerl.data import DataError, RLHFDataset
+from scalerl.data import RLHFDataset
 
 GSM8K = [
     {"question": "Ann has 3 pens and buys 2. How many?", "answer": "She has 3 + 2 = <<3+2=5>>5 pens.\n#### 5"},
@@ -264,17 +264,6 @@ def test_a_failure_of_the_second_file_leaves_the_first_as_it_was(gsm8k, tmp_path
     monkeypatch.setattr(splits.pq, "write_table", fails_on_val)
     assert run("gsm8k", "--local", *gsm8k, "--out", out) == 2
     assert list(out.iterdir()) == []
-
-
-def test_a_file_that_loses_something_is_noticed(tmp_path, monkeypatch):
-    row = {**dapo("a", "1", "x"), "extra_info": {"split": "train", "index": 0}}
-    monkeypatch.setattr(
-        splits, "schema_of", lambda rows: pa.Table.from_pylist([{**row, "extra_info": {"index": 0}}]).schema
-    )
-    with pytest.raises(AssertionError, match="does not give back"):
-        splits.write_all({"train": [row]}, tmp_path / "out", overwrite=False)
-    with pytest.raises(DataError):
-        splits.write_all({"train": [{**row, "data_source": ""}]}, tmp_path / "out", overwrite=False)
 
 
 def test_a_broken_object_over_several_lines_is_an_error(tmp_path, capsys):

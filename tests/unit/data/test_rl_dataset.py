@@ -243,15 +243,6 @@ def test_the_rows_do_not_depend_on_the_number_of_processes(many, tokenizer, capl
     assert caplog.text.count(f"{one.num_filtered} of {len(one) + one.num_filtered} prompts dropped") == 2
 
 
-@pytest.mark.full
-def test_problems_found_in_other_processes_name_the_row(write, make_tokenizer, make_row, monkeypatch):
-    monkeypatch.setattr(files_module, "CHUNK_ROWS", 2)
-    template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
-    rows = [make_row() for _ in range(5)] + [make_row(prompt=[{"role": "system", "content": "s"}])]
-    message = problems_of(write(rows), make_tokenizer(template), DataConfig(filter_overlong_prompts_workers=2))
-    assert "train.parquet: row 5, column 'prompt': found messages that the chat template refuses" in message
-
-
 def end_the_process(*_: object) -> None:
     os._exit(3)
 
@@ -412,11 +403,13 @@ def test_file_without_rows(write, tokenizer, make_row, suffix):
 # --- bad templates
 
 
-def test_template_that_refuses_a_row_names_it(write, make_tokenizer, make_row):
+@pytest.mark.parametrize("workers", [1, full(2)])
+def test_template_that_refuses_a_row_names_it(write, make_tokenizer, make_row, monkeypatch, workers):
+    monkeypatch.setattr(files_module, "CHUNK_ROWS", 2)
     template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
-    rows = [make_row(), make_row(prompt=[{"role": "system", "content": "s"}])]
-    message = problems_of(write(rows), make_tokenizer(template))
-    assert "train.parquet: row 1, column 'prompt': found messages that the chat template refuses" in message
+    rows = [make_row() for _ in range(5)] + [make_row(prompt=[{"role": "system", "content": "s"}])]
+    message = problems_of(write(rows), make_tokenizer(template), DataConfig(filter_overlong_prompts_workers=workers))
+    assert "train.parquet: row 5, column 'prompt': found messages that the chat template refuses" in message
     assert "no system role" in message
 
 

@@ -75,23 +75,20 @@ def test_learned_text_is_the_assistants_text(tokenizer, turns):
     assert tokenizer.decode(picked) == "".join(f"{text}<|end|>" for text in said)
 
 
-def test_a_template_without_end_of_turn_learns_the_whole_turn(write, make_tokenizer):
-    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    tokenizer = make_tokenizer(template)
-    row = SFTDataset(write([{"messages": HI}]), tokenizer, SFTDataConfig())[0]
-    # No generation prompt either: the model has to write the role itself.
-    assert learned(tokenizer, row) == ["assistant: hello\n"]
-
-
-def test_eos_inside_the_answer_does_not_end_it(write, make_tokenizer):
-    template = (
-        "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant:{% endif %}"
-    )
-    tokenizer = make_tokenizer(template)
+@pytest.mark.parametrize(
+    ("generation_prompt", "expected"),
+    [
+        # Without one the model has to write the role itself. An end of text inside the answer does not end it.
+        ("", "assistant:one<|end|>two\n"),
+        ("{% if add_generation_prompt %}assistant:{% endif %}", "one<|end|>two\n"),
+    ],
+)
+def test_a_template_without_end_of_turn_learns_the_whole_turn(write, make_tokenizer, generation_prompt, expected):
+    turn = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}"
+    tokenizer = make_tokenizer(turn + generation_prompt)
     messages = [say("user", "hi"), say("assistant", "one<|end|>two")]
     row = SFTDataset(write([{"messages": messages}]), tokenizer, SFTDataConfig())[0]
-    assert learned(tokenizer, row) == ["one<|end|>two\n"]
+    assert learned(tokenizer, row) == [expected]
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".json", ".jsonl"])
@@ -267,13 +264,6 @@ def test_generation_prompt_that_the_answer_does_not_continue_is_refused(write, m
     )
     message = problems_of(write([{"messages": HI}]), make_tokenizer(template))
     assert "row 0" in message and "tokens before assistant message 1 change" in message
-
-
-def test_template_that_refuses_a_row(write, make_tokenizer):
-    template = "{% if messages|length > 2 %}{{ raise_exception('too many') }}{% endif %}x{{ messages|length }}"
-    rows = [{"messages": HI}, {"messages": [*HI, *HI]}]
-    message = problems_of(write(rows), make_tokenizer(template))
-    assert "row 1, column 'messages'" in message and "too many" in message
 
 
 def test_tokenizer_without_chat_template(write, make_tokenizer):

@@ -11,13 +11,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from scalerl.commands.data.command import main
-from scalerl.commands.generation import read_prompts
 from scalerl.commands.serve import _unknown_line
-from scalerl.config import compose
 from scalerl.config.schema import CustomClassConfig, DataConfig, SFTDataConfig
 from scalerl.data import DataError, RLHFDataset, SFTDataset, create_rl_dataset
-from scalerl.data.files import resolve_files
-from scalerl.data.tables import read_tables
 from scalerl.data.unknown_text import UnknownText, unwritable_ascii
 
 SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
@@ -93,10 +89,8 @@ def test_unknown_text_of_conversations_is_an_error_or_a_line(write: Callable, ca
     assert "3 unknown tokens" in caplog.text and "rows 1, 3" in caplog.text
 
 
-def test_unknown_text_of_prompts_to_generate_from_is_a_line(write: Callable, make_row: Callable, caplog) -> None:
-    path = write([make_row("1+1="), make_row("1-1=")])
-    cfg = compose("generation", ["model.path=m", "data.output_path=o.parquet", f"data.path={path}"])
-    assert len(read_prompts(read_tables(resolve_files(path, cfg.data.cache_dir)), cfg, of_characters())) == 2
+def test_unknown_text_of_prompts_to_generate_from_is_a_line(write, make_row, prompts_of, caplog) -> None:
+    assert len(prompts_of(write([make_row("1+1="), make_row("1-1=")]), of_characters())) == 2
     assert re.search(r'row 1: 1 unknown tokens .* for "-"', caplog.text)
 
 

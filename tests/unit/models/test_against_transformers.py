@@ -288,6 +288,16 @@ def left_over_index(path: Path) -> None:
         file.unlink()
 
 
+def absent_shard(path: Path) -> None:
+    shards(path)
+    (path / "model-2-of-2.safetensors").unlink()
+
+
+def damaged(path: Path) -> None:
+    data = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(data[:-100])
+
+
 def as_integers(path: Path) -> None:
     name = "model.layers.0.self_attn.o_proj.weight"
     store(path, lambda t: t.update({name: (t[name] * 10).to(torch.int8)}))
@@ -324,6 +334,24 @@ DIRECTORIES: dict[str, tuple[Callable[[Path], object], str | None]] = {
     "integers for weights": (as_integers, "o_proj.weight is stored as I8"),
     "an adapter": (of_an_adapter, "adapter_config.json"),
     "weights that config.json names": (other_weights_file, "transformers_weights 'other.safetensors'"),
+    "a pickle": (
+        lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"),
+        r"only pytorch_model\.bin.*refused.*save_pretrained",
+    ),
+    "no weights": (
+        lambda path: (path / "model.safetensors").unlink(),
+        r"neither model\.safetensors nor model\.safetensors\.index\.json",
+    ),
+    "a shard without an index": (
+        lambda path: (path / "model.safetensors").rename(path / "model-00001-of-00002.safetensors"),
+        r"model-00001-of-00002\.safetensors there, but no model.*index",
+    ),
+    "a shard that is absent": (absent_shard, r"not there: model-2-of-2\.safetensors"),
+    "a damaged file": (damaged, r"model\.safetensors cannot be read .*download the model again"),
+    "an index that is none": (
+        lambda path: (path / "model.safetensors.index.json").write_text("{}"),
+        "is not a safetensors index",
+    ),
     "a tensor that no layer has": (
         lambda path: store(path, lambda t: t.update({"model.layers.1.mlp.up_proj.weight": torch.zeros(1)})),
         "unexpected model.layers.1.mlp.up_proj.weight",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-import scalerl
-from scalerl import models as families
 from scalerl.models import HFWeights, ModelShape, family_of, padded_vocab_size
 from tests.tiny_models import FAMILIES, WITH_EXPERTS, make_tiny_model
 
@@ -127,12 +123,6 @@ def test_params_cover_the_model_in_stage_order(model_dir):
     assert set(layers) == set(range(shape.num_layers))
     assert len({p.name for p in params}) == len(params)
     assert all((p.layer is None) == (p.stage_part != "layer") for p in params)
-
-
-def test_tied_embeddings_have_no_head_of_their_own():
-    names = [p.name for p in family_of({"model_type": "qwen2"}).params(shape_of(tie_word_embeddings=True))]
-    assert "output_layer.weight" not in names
-    assert "output_layer.weight" in [p.name for p in family_of({"model_type": "qwen2"}).params(shape_of())]
 
 
 @settings(max_examples=60)
@@ -281,19 +271,6 @@ def drop_shared_experts(path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config))
 
 
-def test_a_missing_expert_is_named(tmp_path):
-    path = make_tiny_model(tmp_path / "m", "mixtral", vocab_size=260)
-    tensors = load_file(path / "model.safetensors")
-    del tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
-    tensors["model.layers.0.block_sparse_moe.experts.4.w1.weight"] = torch.zeros(1)
-    save_file(tensors, path / "model.safetensors")
-    shape = ModelShape.from_hf(path)
-    with HFWeights(path) as weights, pytest.raises(ValueError, match="2 problems") as caught:
-        weights.check(family_of(shape), shape)
-    assert "missing model.layers.1.block_sparse_moe.experts.3.w2.weight" in str(caught.value)
-    assert "unexpected model.layers.0.block_sparse_moe.experts.4.w1.weight" in str(caught.value)
-
-
 def test_an_expert_is_split_over_etp(tmp_path):
     shape = ModelShape.from_hf(make_tiny_model(tmp_path / "m", "qwen3_moe", vocab_size=260))
     param = param_ending(shape, "0.mlp.experts.local_experts.1.linear_fc1.weight")
@@ -311,29 +288,3 @@ def test_layers_that_predict_further_tokens_are_passed_over(tmp_path):
         with pytest.raises(ValueError, match=r"unexpected model\.layers\.2\.eh_proj\.weight"):
             weights.check(family_of(shape), shape)
         weights.check(family_of(shape), replace(shape, num_prediction_layers=1))
-
-
-# Words of other meanings too, and the files where another program's own modules have names of a family.
-WORDS = {"bias", "shared_experts"}
-OTHER_PROGRAMS = {"rollout/servers/sglang/placement.py", "rollout/servers/embedded/file_tensors.py"}
-
-
-def test_names_that_one_family_alone_has_stand_in_its_file():
-    """Loading, weight sync and every merge read them there."""
-    names_of = {
-        name: {
-            word
-            for pattern in (*family.first, *family.layer, *family.last, family.head)
-            for hf in pattern.hf
-            for word in re.findall(r"\w+", hf)
-        }
-        for name, family in families.FAMILIES.items()
-    }
-    counts = Counter(word for names in names_of.values() for word in names)
-    root = Path(scalerl.__file__).parent
-    texts = {str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in root.rglob("*.py")}
-    for family, names in names_of.items():
-        for name in sorted(name for name in names - WORDS if counts[name] == 1):
-            files = {file for file, text in texts.items() if re.search(rf"\b{name}\b", text)}
-            assert files - OTHER_PROGRAMS == {f"models/{family}.py"}, name
-    assert counts["block_sparse_moe"] == counts["q_a_proj"] == 1

@@ -251,15 +251,20 @@ def test_fork_bomb_is_bounded_and_leaves_nothing():
     )
     assert result.failure
     assert result.stdout.split()[0] == "stopped" and int(result.stdout.split()[1]) < 8
-    assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and marker in _command(pid)]
+    assert not running(marker)
 
 
-def _command(pid: str) -> str:
-    try:
-        with open(f"/proc/{pid}/cmdline") as file:
-            return file.read()
-    except OSError:
-        return ""
+def running(marker: str) -> list[str]:
+    """Processes that have the marker in their command."""
+
+    def command(pid: str) -> str:
+        try:
+            with open(f"/proc/{pid}/cmdline") as file:
+                return file.read()
+        except OSError:
+            return ""
+
+    return [pid for pid in os.listdir("/proc") if pid.isdigit() and marker in command(pid)]
 
 
 def test_it_cannot_signal_what_started_it():
@@ -286,7 +291,7 @@ def test_processes_it_leaves_behind_end_with_it():
         """
     )
     assert result.failure is None
-    assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and marker in _command(pid)]
+    assert not running(marker)
 
 
 def test_it_ends_when_the_process_that_asked_is_killed():
@@ -296,16 +301,13 @@ def test_it_ends_when_the_process_that_asked_is_killed():
     scorer = f"from scalerl.rewards.sandbox import *; run_python({program!r}, '', SandboxLimits(wall_s=60.0))"
     parent = subprocess.Popen([sys.executable, "-c", scorer])
 
-    def running() -> list[str]:
-        # The marker is an argument of its own in the program's child alone.
-        return [pid for pid in os.listdir("/proc") if pid.isdigit() and f"\0{marker}\0" in _command(pid)]
-
+    # The marker is an argument of its own in the program's child alone.
     try:
-        _wait_until(running)
+        _wait_until(lambda: running(f"\0{marker}\0"))
     finally:
         parent.kill()
         parent.wait()
-    _wait_until(lambda: not running())
+    _wait_until(lambda: not running(f"\0{marker}\0"))
 
 
 def _wait_until(condition) -> None:

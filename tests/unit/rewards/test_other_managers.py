@@ -19,29 +19,6 @@ from scalerl.rewards.manager_variants import overlong_penalty
 GSM8K = ScoreRequest("prompt 1 sample 0", "openai/gsm8k", "2 + 2 =", "#### 4", "4", {"index": 1})
 
 
-@pytest.fixture
-def scores_of(tmp_path):
-    """scores_of(manager, source, requests): what the manager makes of them with the file's compute_score."""
-
-    def scores(manager, source, requests, reward_kwargs=None, return_exceptions=False, **config):
-        path = None
-        if source is not None:
-            path = tmp_path / "reward.py"
-            path.write_text(textwrap.dedent(source))
-        custom = CustomRewardFunctionConfig(path=path and str(path), reward_kwargs=reward_kwargs or {})
-        rewards = build_reward_manager(RewardModelConfig(reward_manager=manager, **config), custom)
-
-        async def run():
-            return await asyncio.gather(*map(rewards.score, requests), return_exceptions=return_exceptions)
-
-        try:
-            return asyncio.run(asyncio.wait_for(run(), 120))
-        finally:
-            rewards.close()
-
-    return scores
-
-
 def requests_of(*texts: str) -> list[ScoreRequest]:
     return [dataclasses.replace(GSM8K, sample_name=f"sample {i}", solution_str=t) for i, t in enumerate(texts)]
 

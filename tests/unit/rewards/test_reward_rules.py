@@ -31,24 +31,6 @@ def test_gsm8k_answer(text, strict, flexible):
     assert [gsm8k.extract_answer(text, method) for method in ("strict", "flexible")] == wanted
 
 
-@pytest.mark.parametrize(
-    ("solution", "truth", "expected"),
-    [
-        ("#### 72", "72", 1.0),
-        ("#### 72.0", "72", 1.0),
-        ("#### 1,000", "1000", 1.0),
-        ("#### 1000", "1,000", 1.0),
-        ("#### 72", 72, 1.0),
-        ("#### 72", "6 * 12 = 72\n#### 72", 1.0),
-        ("#### 73", "72", 0.0),
-        ("#### -72", "72", 0.0),
-        ("72", "72", 0.0),
-    ],
-)
-def test_gsm8k_score(solution, truth, expected):
-    assert default_compute_score("openai/gsm8k", solution, truth) == expected
-
-
 def test_gsm8k_flexible_and_format_score():
     assert gsm8k.compute_score("it is 72", "72", method="flexible", score=2.0) == 2.0
     assert gsm8k.compute_score("#### 1", "72", format_score=0.1) == 0.1

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
-from scalerl.config.schema import CustomRewardFunctionConfig, RewardModelConfig
-from scalerl.rewards import RewardError, ScoreRequest, build_reward_manager, load_reward_function
+from scalerl.config.schema import CustomRewardFunctionConfig
+from scalerl.rewards import RewardError, ScoreRequest, load_reward_function
 
 WEIGHTS = {"correct": 1.0, "form": 0.25}
 EACH = """
@@ -35,23 +33,14 @@ SYNC, ASYNC = "def", "async def"
 
 
 @pytest.fixture
-def scores_of(tmp_path):
-    def scores(source, *texts, manager="naive", weights=WEIGHTS, **config):
-        path = tmp_path / "reward.py"
-        path.write_text(source)
-        custom = CustomRewardFunctionConfig(path=str(path), weights=weights, reward_kwargs=config.pop("kwargs", {}))
-        rewards = build_reward_manager(RewardModelConfig(reward_manager=manager, **config), custom)
+def scored(scores_of):
+    """scored(source, *texts): the responses, to which 4 is right, scored by both functions."""
+
+    def score(source, *texts, manager="naive", weights=WEIGHTS, **more):
         requests = [ScoreRequest(f"sample {t}", "sums", "2 + 2 =", t, "4", {"seen": []}) for t in texts]
+        return scores_of(manager, source, requests, weights=weights, **more)
 
-        async def run():
-            return await asyncio.gather(*map(rewards.score, requests))
-
-        try:
-            return asyncio.run(asyncio.wait_for(run(), 120))
-        finally:
-            rewards.close()
-
-    return scores
+    return score
 
 
 @pytest.mark.parametrize(
@@ -66,8 +55,8 @@ def scores_of(tmp_path):
     ],
     ids=["sync", "mixed", "async", "dapo", "prime", "batch"],
 )
-def test_the_score_is_the_weighted_sum_and_each_has_its_name(scores_of, manager, source):
-    right, wrong = scores_of(source, "4", "four", manager=manager, kwargs={"bonus": 0.5})
+def test_the_score_is_the_weighted_sum_and_each_has_its_name(scored, manager, source):
+    right, wrong = scored(source, "4", "four", manager=manager, reward_kwargs={"bonus": 0.5})
     assert (right.score, wrong.score) == (1.5 + 0.25 * 2.0, 0.5 - 0.25)
     assert right.extra == {"correct": 1.5, "acc": True, "pred": "4", "form": 2.0}
     assert wrong.extra == {"correct": 0.5, "acc": False, "pred": "four", "form": -1.0}
@@ -82,14 +71,14 @@ def test_the_score_is_the_weighted_sum_and_each_has_its_name(scores_of, manager,
         ("raise ValueError('no form')", "ValueError: no form"),
     ],
 )
-def test_one_that_fails_fails_the_sample_and_is_named(scores_of, form, words):
+def test_one_that_fails_fails_the_sample_and_is_named(scored, form, words):
     source = EACH.format(correct_def=SYNC, form_def=SYNC).replace(
         "return 2.0 if solution_str.isdigit() else -1.0", form
     )
     with pytest.raises(RewardError) as caught:
-        scores_of(source, "4")
+        scored(source, "4")
     assert words in str(caught.value) and "sample 4" in str(caught.value)
-    (failed,) = scores_of(source, "4", on_error="zero")
+    (failed,) = scored(source, "4", on_error="zero")
     assert failed.score == 0.0 and words in failed.error and failed.extra == {}
 
 
@@ -98,15 +87,15 @@ def test_one_that_fails_fails_the_sample_and_is_named(scores_of, form, words):
     [(manager, EACH.format(correct_def=SYNC, form_def=ASYNC)) for manager in ("naive", "prime")] + [("batch", BATCH)],
     ids=["naive", "prime", "batch"],
 )
-def test_weights_of_one_function_are_weights_too(scores_of, manager, source):
-    (right,) = scores_of(source, "4", manager=manager, weights={"form": 0.5})
+def test_weights_of_one_function_are_weights_too(scored, manager, source):
+    (right,) = scored(source, "4", manager=manager, weights={"form": 0.5})
     assert (right.score, right.extra) == (1.0, {"form": 2.0})
 
 
-def test_a_batch_of_another_length_is_named(scores_of):
+def test_a_batch_of_another_length_is_named(scored):
     source = BATCH.replace("return [2.0 if", "return [1.0] + [2.0 if")
     with pytest.raises(RewardError, match="form returned list of 2 for 1 samples"):
-        scores_of(source, "4", manager="batch")
+        scored(source, "4", manager="batch")
 
 
 def test_weights_that_name_nothing(tmp_path):

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import logging
-import runpy
 import shlex
 import shutil
 import signal
@@ -234,14 +233,6 @@ def test_the_status_says_how_the_run_ended(run_dir, error, status):
     assert client(run_dir).get_run(tracking.run_id).info.status == status
 
 
-def test_a_table_is_an_artifact_and_the_only_way_for_text(run_dir):
-    with Tracking("p", "e", "mlflow", run_dir=run_dir) as tracking:
-        tracking.log_table("val/generations", ["prompt", "score"], [["2+2=", 1.0]], step=5)
-    path = next((run_dir / "mlartifacts").rglob("step_5.json"))
-    assert path.parts[-3:] == ("val", "generations", "step_5.json")
-    assert json.loads(path.read_text()) == {"columns": ["prompt", "score"], "data": [["2+2=", 1.0]]}
-
-
 def test_more_than_a_thousand_metrics_and_nan_go_through(run_dir):
     with Tracking("p", "e", "mlflow", run_dir=run_dir) as tracking:
         tracking.log({f"m/{i}": float(i) for i in range(1100)} | {"nan": float("nan"), "inf": float("inf")}, step=1)
@@ -304,19 +295,6 @@ def test_a_locked_database_holds_up_no_step_and_loses_nothing(run_dir, caplog, m
     assert history(run_dir, tracking.run_id) == [(step, float(step)) for step in range(20)]
 
 
-def test_a_database_that_stays_locked_does_not_hold_the_end(run_dir, caplog):
-    tracking = Tracking("p", "e", "mlflow", run_dir=run_dir, finish_timeout_s=0.3)
-    tracking.wait_started()
-    lock = sqlite3.connect(run_dir / "mlflow.db", timeout=60, isolation_level=None)
-    lock.execute("BEGIN EXCLUSIVE")
-    tracking.log({"x": 1}, 1)
-    tracking.finish()
-    lock.execute("ROLLBACK")
-    lock.close()
-    assert "'mlflow' did not end in time and is left behind" in warnings(caplog)[0]
-    tracking._channels["mlflow"]._thread.join(60)
-
-
 def test_an_address_where_nothing_listens_is_fatal_and_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with socket.socket() as taken:
@@ -376,14 +354,6 @@ def test_a_file_that_is_no_database_is_fatal(tmp_path):
     (tmp_path / "mlflow.db").write_text("not a database " * 100)
     with pytest.raises(RuntimeError, match="file is not a database"):
         Tracking("p", "e", ["console", "mlflow"], run_dir=tmp_path)
-
-
-def test_without_waiting_the_failure_shows_in_the_first_log(tmp_path):
-    (tmp_path / "mlflow.db").write_text("not a database " * 100)
-    tracking = Tracking("p", "e", "mlflow", run_dir=tmp_path, wait=False)
-    with pytest.raises(RuntimeError, match="file is not a database"):
-        tracking.log({"x": 1}, 1)
-    tracking.finish("FAILED")
 
 
 def test_a_run_of_another_database_is_fatal_and_named(run_dir):
@@ -535,11 +505,6 @@ def test_what_to_open_is_said(run_dir):
     page = f"#/experiments/{experiment}/runs/{run_id}/model-metrics?workflowType=machine_learning"
     assert how is not None and f"http://127.0.0.1:5000/{page}" in how
     assert f"ui --backend-store-uri sqlite:///{run_dir}/mlflow.db" in how
-    # docs/make_screenshot.py takes the link and the command from what a run prints.
-    screenshot = runpy.run_path(str(Path(__file__).parents[3] / "docs/make_screenshot.py"))
-    link, command = screenshot["printed_link"](f"step 1/2\ncharts: old\n  once this runs: x\nstep 2/2\n{how}\ndone\n")
-    assert link == f"http://127.0.0.1:5000/{page}"
-    assert command[-2:] == ["--backend-store-uri", f"sqlite:///{run_dir}/mlflow.db"]
     assert how_to_open("https://me:hidden@host/mlflow/", experiment, run_id) == f"charts: https://host/mlflow/{page}"
     with Tracking("p", "e", "file", run_dir=run_dir) as tracking:
         assert tracking.how_to_open is None

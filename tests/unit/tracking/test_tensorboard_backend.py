@@ -56,17 +56,17 @@ def test_a_table_of_samples_has_all_of_its_columns(tmp_path):
     ]
 
 
-def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path):
-    for resumed_from, steps in ((0, (1, 2, 3)), (2, (3, 4))):
-        with Tracking("p", "e", "tensorboard", run_dir=tmp_path, resumed_from=resumed_from) as tracking:
-            for step in steps:
-                tracking.log({"x": step + 10 * resumed_from}, step)
-    assert scalars(tmp_path, "x") == [(1, 1.0), (2, 2.0), (3, 23.0), (4, 24.0)]
-
-
-def test_a_run_that_lost_a_rank_may_repeat_all_of_its_steps(tmp_path):
-    for number, steps in enumerate(((1, 2, 3), (1, 2))):
-        with Tracking("p", "e", "tensorboard", run_dir=tmp_path, restarted=number > 0) as tracking:
-            for step in steps:
-                tracking.log({"x": step + 10 * number}, step)
-    assert scalars(tmp_path, "x") == [(1, 11.0), (2, 12.0)]
+@pytest.mark.parametrize(
+    ("how", "steps", "expected"),
+    [
+        ({"resumed_from": 2}, (3, 4), [(1, 1.0), (2, 2.0), (3, 13.0), (4, 14.0)]),
+        # A run that lost a rank may repeat all of its steps.
+        ({"restarted": True}, (1, 2), [(1, 11.0), (2, 12.0)]),
+    ],
+)
+def test_a_run_replaces_the_steps_that_it_repeats(tmp_path, how, steps, expected):
+    for own, added, logged in (({}, 0, (1, 2, 3)), (how, 10, steps)):
+        with Tracking("p", "e", "tensorboard", run_dir=tmp_path, **own) as tracking:
+            for step in logged:
+                tracking.log({"x": step + added}, step)
+    assert scalars(tmp_path, "x") == expected

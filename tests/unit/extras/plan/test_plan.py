@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import subprocess
 import sys
 from functools import cache
@@ -268,8 +267,7 @@ def test_plan_of_a_model_on_the_hub_fetches_its_config_alone(tmp_path: Path) -> 
     files = {"config.json": json.dumps(read_config("qwen3-0.6b")).encode(), "model.safetensors": b"many"}
     with Hub("makers/model", files).serving() as hub:
         command = [sys.executable, "-m", "scalerl.cli", "plan", "sft", "model.path=makers/model", "--summary"]
-        env = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-        env |= hub.environment(tmp_path)
+        env = hub.environment(tmp_path)
         done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "parameters: 0.60 billion" in done.stdout

@@ -18,7 +18,6 @@ from scalerl.extras.slurm.plan import (
     SAVE_DEADLINE,
     container_violations,
     deadline_overrides,
-    devices_to_ask_for,
     exported,
     job_size_violations,
     make_plan,
@@ -187,6 +186,9 @@ def test_secrets_are_in_a_file_that_nobody_else_reads(tmp_path: Path) -> None:
     slurm = SlurmConfig(env={**harmless, "MLFLOW_TRACKING_TOKEN": "x"}, env_file=str(secrets))
     named, missing = secret_violations(slurm)
     assert named.startswith("slurm.env has MLFLOW_TRACKING_TOKEN") and "no such file" in missing
+    for name in ("TRACKING_PASSWORD", "DB_PASSWD", "SSH_PRIVATE_KEY", "SWANLAB_KEY", "GPG_PASSPHRASE", "A_APIKEY"):
+        (named,) = secret_violations(SlurmConfig(env={name: "x"}))
+        assert named.startswith(f"slurm.env has {name}")
     secrets.write_text("MLFLOW_TRACKING_TOKEN=x\n")
     secrets.chmod(0o640)
     open_file = list(secret_violations(SlurmConfig(env_file=str(secrets))))
@@ -269,15 +271,21 @@ def test_what_slurm_leaves_a_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("save_freq", "more", "said"),
-    [(-1, [], "all steps"), (5, [], "5 steps at most"), (1, [], None), (-1, ["trainer.val_only=true"], None)],
+    ("slurm", "run", "said"),
+    [
+        ({}, ["trainer.save_freq=-1"], "trainer.save_freq=-1: a lost node or a failure costs all steps"),
+        ({}, ["trainer.save_freq=5"], "trainer.save_freq=5: a lost node or a failure costs 5 steps at most"),
+        ({}, ["trainer.save_freq=1"], None),
+        ({}, ["trainer.save_freq=-1", "trainer.val_only=true"], None),
+        ({"max_restarts": 0}, ["trainer.save_freq=-1"], None),
+        ({"spare_nodes": 1}, ["trainer.save_freq=1"], None),
+        # No restart is left for the second.
+        ({"spare_nodes": 2}, ["trainer.save_freq=1"], "slurm.spare_nodes=2, but trainer.max_rank_restarts=1: "),
+    ],
 )
-def test_what_a_lost_node_would_cost_is_said(save_freq: int, more: list[str], said: str | None) -> None:
-    cfg = compose("ppo", [*RUN, *EIGHT, f"trainer.save_freq={save_freq}", *more], rules=False)
-    notes = list(risk_notes(SlurmConfig(), cfg))
-    start = f"trainer.save_freq={save_freq}: a lost node or a failure costs {said}"
-    assert [text.startswith(start) for text in notes] == ([] if said is None else [True])
-    assert list(risk_notes(SlurmConfig(max_restarts=0), cfg)) == []
+def test_what_a_lost_node_would_cost_is_said(slurm: dict[str, int], run: list[str], said: str | None) -> None:
+    notes = list(risk_notes(SlurmConfig(**slurm), compose("ppo", [*RUN, *EIGHT, *run], rules=False)))
+    assert [text[: len(said or "")] for text in notes] == ([] if said is None else [said])
 
 
 @pytest.mark.parametrize(
@@ -301,26 +309,10 @@ def test_a_site_that_counts_no_devices_has_the_preflight_count_them(
     assert plan_of(slurm, cfg, ["scalerl"]).script.variables.get("SCALERL_MIN_GPUS") == expected
 
 
-@pytest.mark.parametrize(("spare_nodes", "is_said"), [(0, False), (1, False), (2, True)])
-def test_spare_nodes_that_no_restart_is_left_for_are_remarked_on(spare_nodes: int, is_said: bool) -> None:
-    cfg = compose("ppo", [*RUN, *EIGHT, "trainer.save_freq=1"], rules=False)
-    notes = list(risk_notes(SlurmConfig(spare_nodes=spare_nodes), cfg))
-    assert [text.startswith("slurm.spare_nodes=2, but trainer.max_rank_restarts=1: ") for text in notes] == [
-        True
-    ] * is_said
-
-
 def test_variables_that_the_job_gets_are_chosen_by_name() -> None:
     environment = ["PATH", "SCALERL_RAY_ARGS", "HF_HOME", "HF_TOKEN", "NCCL_DEBUG", "AWS_SECRET_ACCESS_KEY"]
     assert exported([], environment) == ["PATH", "SCALERL_RAY_ARGS"]
     assert exported(["HF_HOME", "NCCL_*"], environment) == ["HF_HOME", "NCCL_DEBUG", "PATH", "SCALERL_RAY_ARGS"]
-
-
-def test_devices_are_asked_for_where_there_are_any() -> None:
-    gpu, cpu = (compose("ppo", [*RUN, *EIGHT, *more], rules=False) for more in ([], ["trainer.device=cpu"]))
-    assert devices_to_ask_for(SlurmConfig(), gpu) == 8
-    assert devices_to_ask_for(SlurmConfig(gpus_per_node=4), gpu) == 4
-    assert devices_to_ask_for(SlurmConfig(gpu_option="none"), gpu) == devices_to_ask_for(SlurmConfig(), cpu) == 0
 
 
 @pytest.mark.parametrize(
@@ -342,19 +334,6 @@ def test_what_a_key_may_not_be(override: str) -> None:
     with pytest.raises(ConfigError) as error:
         compose("launch", [override])
     assert len(error.value.violations) == 1 and override.partition("=")[0] in error.value.violations[0]
-
-
-def test_names_of_secrets() -> None:
-    for name in (
-        "MLFLOW_TRACKING_PASSWORD",
-        "DB_PASSWD",
-        "SSH_PRIVATE_KEY",
-        "SWANLAB_KEY",
-        "GPG_PASSPHRASE",
-        "A_APIKEY",
-    ):
-        (violation,) = secret_violations(SlurmConfig(env={name: "x"}))
-        assert violation.startswith(f"slurm.env has {name}")
 
 
 def test_devices_of_a_node_are_not_those_of_the_machine_that_submits() -> None:

@@ -43,12 +43,6 @@ def test_equal_log_probs_differ_by_nothing():
     assert metrics[CORR] == pytest.approx(1.0, abs=1e-12)
 
 
-def test_masked_tokens_do_not_count_even_as_nan():
-    rollout, old, mask = tokens(50)
-    dirty = torch.where(mask, old, torch.nan)
-    assert rollout_diff_sums(rollout, dirty, mask) == rollout_diff_sums(rollout, old, mask)
-
-
 def test_a_nan_log_prob_of_a_sampled_token_shows():
     old = torch.tensor([0.0, math.nan])
     metrics = to_floats(rollout_diff_metrics(rollout_diff_sums(torch.zeros(2), old, torch.ones(2))))

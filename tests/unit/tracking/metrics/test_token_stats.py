@@ -60,16 +60,6 @@ def test_explained_variance_by_hand():
     assert metrics[EXPLAINED] == pytest.approx(1 - 2 / (8 + 1e-5), rel=1e-12)
 
 
-def test_values_right_but_for_a_constant_explain_all():
-    values, _, mask = tokens(50)
-    assert explained(values, (values.double() + 3).float(), mask)[EXPLAINED] == pytest.approx(1.0, abs=1e-6)
-
-
-def test_constant_values_explain_nothing():
-    _, returns, mask = tokens(50)
-    assert explained(torch.full((50,), 7.0), returns, mask)[EXPLAINED] == pytest.approx(0.0, abs=1e-4)
-
-
 @pytest.mark.parametrize("value", [1e6 + 0.1, 1e18])
 def test_equal_returns_have_no_variance_however_large(value):
     # The difference of two large equal sums is noise, here of the order of 1e-4 and more.
@@ -78,14 +68,6 @@ def test_equal_returns_have_no_variance_however_large(value):
     wrong = returns + torch.arange(1001) % 2
     want = 1 - float((returns - wrong).double().var()) / 1e-5
     assert explained(wrong, returns, torch.ones(1001), (300,))[EXPLAINED] == pytest.approx(want, rel=1e-9)
-
-
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_masked_tokens_do_not_count_even_as_nan(poison):
-    values, returns, mask = tokens(50)
-    dirty = [torch.where(mask, column, poison) for column in (values, returns)]
-    assert token_stat_sums("a", dirty[0], mask) == token_stat_sums("a", values, mask)
-    assert explained_variance_sums(*dirty, mask) == explained_variance_sums(values, returns, mask)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])

@@ -141,13 +141,6 @@ def test_an_extra_named_reward_does_not_take_the_place_of_the_score():
     assert validation_metrics(["a"], [0], [1.0], [{"reward": 5.0}]) == both
 
 
-def test_several_responses_are_grouped_by_prompt_in_any_order():
-    metrics = validation_metrics(["a"] * 4, [7, 8, 7, 8], [1.0, 0.0, 0.0, 0.0])
-    assert metrics["val-core/a/reward/mean@2"] == 0.25
-    assert metrics["val-core/a/reward/pass@2"] == 0.5
-    assert metrics["val-aux/a/reward/std@2"] == 0.25
-
-
 def test_a_uid_that_two_sources_share_is_two_prompts():
     assert validation_metrics(["a", "b"], [0, 0], [1.0, 0.0]) == {
         "val-core/a/reward/mean@1": 1.0,

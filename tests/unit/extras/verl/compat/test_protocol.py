@@ -374,10 +374,7 @@ def test_what_is_none_is_empty():
         batch = DataProto(batch=None, non_tensor_batch=arrays, meta_info={"step": 1})  # pyright: ignore[reportArgumentType]
         assert len(batch) == rows and batch.meta_info == {"step": 1}
         assert len(DataProto.concat([batch, batch])) == 2 * rows
-    assert DataProto(None, None, None).meta_info == {}  # pyright: ignore[reportArgumentType]
-
-
-def test_a_batch_without_rows():
-    assert len(DataProto()) == 0 and DataProto().batch.batch_size == torch.Size([])
+    empty = DataProto(None, None, None)  # pyright: ignore[reportArgumentType]
+    assert empty.meta_info == {} and len(empty) == 0 and empty.batch.batch_size == torch.Size([])
     with pytest.raises(ValueError, match="without rows"):
-        pad_dataproto_to_divisor(DataProto(), 2)
+        pad_dataproto_to_divisor(empty, 2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import UserDict
-
 import numpy as np
 import pytest
 import torch
@@ -112,11 +110,6 @@ def test_a_tensordict_gives_tensordicts():
         assert torch.equal(micro["nested", "score"], columns["score"][rows])
     joined = torch.cat(micros)[get_reverse_idx([row for rows in indices for row in rows])]
     assert torch.equal(joined["input_ids"], columns["input_ids"])
-
-
-def test_another_mapping_gives_dicts():
-    micros, _ = rearrange_micro_batches(UserDict(padded([5, 2])), 5)
-    assert [type(micro) for micro in micros] == [dict, dict]
 
 
 def test_a_row_over_the_cap_is_named():
