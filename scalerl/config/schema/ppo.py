@@ -29,7 +29,7 @@ from scalerl.config.names import (
     REWARD_MANAGERS,
     ROLLOUT,
 )
-from scalerl.config.roles import ModelRole, all_model_roles, different_sizes, uses_critic
+from scalerl.config.roles import ModelRole, all_model_roles, different_sizes, model_roles, uses_critic
 from scalerl.config.schema.actor import ActorConfig, CriticConfig, RefConfig
 from scalerl.config.schema.algorithm import AlgorithmConfig
 from scalerl.config.schema.data import DataConfig
@@ -121,35 +121,58 @@ class PPOConfig:
 
     # Batches
 
-    @check(_TRAIN, _MINI)
+    @check(_TRAIN)
     def mini_batches_divide_the_batch(self, at: Place) -> Iterator[str]:
-        prompts, mini = self.data.train_batch_size, self.actor_rollout_ref.actor.ppo_mini_batch_size
-        if prompts % mini:
-            yield (
-                f"{_MINI} = {mini}: must divide {_TRAIN} = {prompts}; set {_MINI}={nearest(mini, divisors(prompts))}, "
-                f"or {_TRAIN}={nearest_multiples(prompts, mini)}"
-            )
+        prompts = self.data.train_batch_size
+        mini_batches = {_MINI: self.actor_rollout_ref.actor.ppo_mini_batch_size}
+        if at.knows(_ESTIMATOR) and uses_critic(self) and self.critic.ppo_mini_batch_size != mini_batches[_MINI]:
+            mini_batches[_CRITIC_MINI] = self.critic.ppo_mini_batch_size
+        for key, mini in mini_batches.items():
+            if at.knows(key) and prompts % mini:
+                yield (
+                    f"{key} = {mini}: must divide {_TRAIN} = {prompts}; set {key}={nearest(mini, divisors(prompts))}, "
+                    f"or {_TRAIN}={nearest_multiples(prompts, mini)}"
+                )
 
-    @check(_MINI, f"{ROLLOUT}.n", *layout_keys(f"{ACTOR}.megatron", "trainer"))
-    def mini_batch_feeds_ranks(self, at: Place) -> Iterator[str]:
-        policy = self.actor_rollout_ref
-        mini, n = policy.actor.ppo_mini_batch_size, policy.rollout.n
-        needed, ranks = LayoutSizes.of(policy.actor.megatron, self.trainer.num_devices).fewest_samples
-        if mini * n < needed:
-            yield (
-                f"{_MINI} x {ROLLOUT}.n = {mini} x {n} = {mini * n} samples: must be at least the {ranks}; set "
-                f"{_MINI}={math.ceil(needed / n)} or more, or train on fewer devices"
-            )
+    @check(f"{ROLLOUT}.n", *DEVICE_KEYS)
+    def mini_batches_feed_ranks(self, at: Place) -> Iterator[str]:
+        actor, n, told = self.actor_rollout_ref.actor, self.actor_rollout_ref.rollout.n, set()
+        layout = LayoutSizes.of(actor.megatron, self.trainer.num_devices)
+        models = [(_MINI, actor.ppo_mini_batch_size, layout, layout_keys(f"{ACTOR}.megatron", "trainer"))]
+        for role in model_roles(self) if at.knows(*_ROLES) else ():
+            if role.name == "critic":
+                keys = layout_keys("critic.megatron", "critic.resource_pool")
+                models.append((_CRITIC_MINI, self.critic.ppo_mini_batch_size, role.layout(self), keys))
+        for key, mini, layout, keys in models:
+            if not at.knows(key, *keys):
+                continue
+            needed, ranks = layout.fewest_samples
+            # A critic with the actor's number on as many ranks follows the actor.
+            if mini * n < needed and (mini, needed) not in told:
+                told.add((mini, needed))
+                yield (
+                    f"{key} x {ROLLOUT}.n = {mini} x {n} = {mini * n} samples: must be at least the {ranks}; set "
+                    f"{key}={math.ceil(needed / n)} or more, or train on fewer devices"
+                )
 
-    @check(*LONGEST_SAMPLE_KEYS, f"{ACTOR}.max_tokens_per_micro_batch", *alignment_keys(f"{ACTOR}.megatron"))
+    @check(*LONGEST_SAMPLE_KEYS)
     def longest_sample_fits(self, at: Place) -> Iterator[str]:
-        actor, longest = self.actor_rollout_ref.actor, longest_sample(self)
-        key, needed = f"{ACTOR}.max_tokens_per_micro_batch", tokens_needed(longest, actor.megatron)
-        if actor.max_tokens_per_micro_batch < needed:
-            yield (
-                f"{key} = {actor.max_tokens_per_micro_batch}: must hold the longest sample, {LONGEST_SAMPLE} = "
-                f"{longest}; set {key}={needed} or more"
-            )
+        actor, longest, told = self.actor_rollout_ref.actor, longest_sample(self), set()
+        models = [(ACTOR, actor.max_tokens_per_micro_batch, actor.megatron)]
+        if at.knows(*_ROLES):
+            models += [(role.section, role.max_tokens_per_micro_batch, role.megatron) for role in model_roles(self)]
+        for section, tokens, megatron in models:
+            key = f"{section}.max_tokens_per_micro_batch"
+            if not at.knows(key, *alignment_keys(f"{section}.megatron")):
+                continue
+            needed = tokens_needed(longest, megatron)
+            # A role with the actor's number on the actor's layout follows the actor.
+            if tokens < needed and (tokens, needed) not in told:
+                told.add((tokens, needed))
+                yield (
+                    f"{key} = {tokens}: must hold the longest sample, {LONGEST_SAMPLE} = {longest}; set {key}={needed} "
+                    "or more"
+                )
 
     # Servers
 
@@ -320,22 +343,6 @@ class PPOConfig:
                     f"{role.switch}{path}, or {pool}.nnodes=0"
                 )
 
-    @check(*_ROLES, *LONGEST_SAMPLE_KEYS)
-    def longest_sample_fits_every_role(self, at: Place) -> Iterator[str]:
-        actor, longest = self.actor_rollout_ref.actor, longest_sample(self)
-        for role in all_model_roles(self):
-            key, megatron = f"{role.section}.max_tokens_per_micro_batch", f"{role.section}.megatron"
-            if not role.active or not at.knows(key, *alignment_keys(megatron)):
-                continue
-            tokens, needed = role.max_tokens_per_micro_batch, tokens_needed(longest, role.megatron)
-            # The actor's number on the actor's layout is checked by the actor's own check.
-            same = tokens == actor.max_tokens_per_micro_batch and not different_sizes(role, actor.megatron)
-            if tokens < needed and not same:
-                yield (
-                    f"{key} = {tokens}: must hold the longest sample, {LONGEST_SAMPLE} = {longest}; set {key}={needed} "
-                    "or more"
-                )
-
     @check("actor_rollout_ref.ref.model_path", *_KL_SWITCHES)
     def reference_is_used(self, at: Place) -> Iterator[str]:
         path, reference = self.actor_rollout_ref.ref.model_path, all_model_roles(self)[0]
@@ -343,29 +350,6 @@ class PPOConfig:
             yield (
                 f"actor_rollout_ref.ref.model_path = {path}: has no effect when {' and '.join(_KL_SWITCHES)} are "
                 f"false; set {_KL_SWITCHES[0]}=true or {_KL_SWITCHES[1]}=true, or actor_rollout_ref.ref.model_path=null"
-            )
-
-    @check(_ESTIMATOR, _TRAIN, _MINI, _CRITIC_MINI)
-    def critic_mini_batches_divide_the_batch(self, at: Place) -> Iterator[str]:
-        prompts, mini = self.data.train_batch_size, self.critic.ppo_mini_batch_size
-        if uses_critic(self) and mini != self.actor_rollout_ref.actor.ppo_mini_batch_size and prompts % mini:
-            yield (
-                f"{_CRITIC_MINI} = {mini}: must divide {_TRAIN} = {prompts}; set "
-                f"{_CRITIC_MINI}={nearest(mini, divisors(prompts))}"
-            )
-
-    @check(_ESTIMATOR, f"{ROLLOUT}.n", _MINI, _CRITIC_MINI, *layout_keys("critic.megatron", "critic.resource_pool"))
-    def critic_mini_batch_feeds_ranks(self, at: Place) -> Iterator[str]:
-        role = next(role for role in all_model_roles(self) if role.name == "critic")
-        mini, n, layout = self.critic.ppo_mini_batch_size, self.actor_rollout_ref.rollout.n, role.layout(self)
-        if not role.active or not at.knows(*DEVICE_KEYS) or layout.world_size % layout.copy_size:
-            return
-        needed, ranks = layout.fewest_samples
-        same = mini == self.actor_rollout_ref.actor.ppo_mini_batch_size and not role.has_own_pool
-        if mini * n < needed and not same:
-            yield (
-                f"{_CRITIC_MINI} x {ROLLOUT}.n = {mini} x {n} = {mini * n} samples: must be at least the {ranks} of "
-                f"the critic; set {_CRITIC_MINI}={math.ceil(needed / n)} or more, or give the critic fewer devices"
             )
 
     @check("trainer.critic_warmup", _ESTIMATOR)
