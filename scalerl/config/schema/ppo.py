@@ -29,7 +29,7 @@ from scalerl.config.names import (
     REWARD_MANAGERS,
     ROLLOUT,
 )
-from scalerl.config.roles import ModelRole, all_model_roles, different_sizes, model_roles, uses_critic
+from scalerl.config.roles import all_model_roles, different_sizes, model_roles, uses_critic
 from scalerl.config.schema.actor import ActorConfig, CriticConfig, RefConfig
 from scalerl.config.schema.algorithm import AlgorithmConfig
 from scalerl.config.schema.data import DataConfig
@@ -315,32 +315,28 @@ class PPOConfig:
     # Reference, critic and reward model
 
     @check(*_ROLES)
-    def roles_on_devices_of_the_actor(self, at: Place) -> Iterator[str]:
+    def roles_on_their_devices(self, at: Place) -> Iterator[str]:
         actor = self.actor_rollout_ref.actor.megatron
         for role in all_model_roles(self):
-            pool, keys = f"{role.section}.resource_pool", layout_keys(f"{role.section}.megatron", ACTOR)
-            if not role.active or role.has_own_pool or not at.knows(pool, f"{ACTOR}.megatron", *keys):
-                continue
-            for size in different_sizes(role, actor):
-                yield (
-                    f"{role.section}.megatron.{size} = {show(getattr(role.megatron, size))}: shares the actor's "
-                    f"processes, whose {ACTOR}.megatron.{size} is {show(getattr(actor, size))}; set it to that, or "
-                    f"give the {role.section} separate devices with {pool}.nnodes=1"
-                )
-
-    @check(*_ROLES)
-    def roles_on_devices_of_their_own(self, at: Place) -> Iterator[str]:
-        for role in all_model_roles(self):
             pool, megatron = f"{role.section}.resource_pool", f"{role.section}.megatron"
-            if not role.has_own_pool or not at.knows(*layout_keys(megatron, pool)):
-                continue
-            if role.active:
-                yield from whole_copies(role.megatron, role.pool, megatron, pool)
-            elif not self._may_have_critic(role):
-                path = "" if role.model_path else f" and {role.section}.model.path=DIRECTORY"
+            # Whether a user's own estimator asks for a critic is known once its file is imported.
+            may_be_active = role.name == "critic" and self.algorithm.adv_estimator not in ESTIMATORS
+            if role.has_own_pool and at.knows(*layout_keys(megatron, pool)):
+                if role.active:
+                    yield from whole_copies(role.megatron, role.pool, megatron, pool)
+                elif not may_be_active:
+                    path = "" if role.model_path else f" and {role.section}.model.path=DIRECTORY"
+                    yield (
+                        f"{pool}.nnodes = {role.pool.nnodes}: has no effect, this run has no {role.section}; set "
+                        f"{role.switch}{path}, or {pool}.nnodes=0"
+                    )
+            keys = layout_keys(megatron, ACTOR)
+            shares = role.active and not role.has_own_pool and at.knows(pool, f"{ACTOR}.megatron", *keys)
+            for size in different_sizes(role, actor) if shares else ():
                 yield (
-                    f"{pool}.nnodes = {role.pool.nnodes}: has no effect, this run has no {role.section}; set "
-                    f"{role.switch}{path}, or {pool}.nnodes=0"
+                    f"{megatron}.{size} = {show(getattr(role.megatron, size))}: shares the actor's processes, whose "
+                    f"{ACTOR}.megatron.{size} is {show(getattr(actor, size))}; set it to that, or give the "
+                    f"{role.section} separate devices with {pool}.nnodes=1"
                 )
 
     @check("actor_rollout_ref.ref.model_path", *_KL_SWITCHES)
@@ -370,10 +366,6 @@ class PPOConfig:
                 f"{', '.join(idle)}: no effect, as validations are greedy; set {section}.do_sample=true for samples, "
                 "or false to say so"
             )
-
-    def _may_have_critic(self, role: ModelRole) -> bool:
-        """Whether a user's own estimator may ask for a critic: this is known once its file is imported."""
-        return role.name == "critic" and self.algorithm.adv_estimator not in ESTIMATORS
 
     def sections_without_checks(self) -> set[str]:
         """Sections of models that this run does not have, and those with the values of the actor's section."""
