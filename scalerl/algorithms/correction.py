@@ -34,7 +34,7 @@ from scalerl.algorithms.correction_rejection import outside_bounds, rejection_st
 from scalerl.algorithms.correction_weights import aggregate_log_ratio, masked_weights, truncated_weights
 from scalerl.algorithms.masked import masked_mean
 from scalerl.algorithms.sequences import Sequences
-from scalerl.config.correction import correction_violations, is_bounds, rs_bounds
+from scalerl.config.correction import is_bounds, rs_bounds
 from scalerl.config.schema import RolloutCorrectionConfig
 from scalerl.tracking.metrics.metric import Metric
 
@@ -76,11 +76,8 @@ def correct(
     group: data-parallel ranks over which rollout_is_batch_normalize takes the mean; all of them must call.
     Computed in float64 and in log space: any finite log-probs give finite weights. A NaN log-prob of a sampled token is
     never rejected and makes its weight NaN, so that the update shows it.
-    Raises ValueError for shapes that differ, for missing old_logprobs_T, and for what `correction_violations` finds.
+    Raises ValueError for shapes that differ, for missing old_logprobs_T, and for thresholds that do not fit.
     """
-    violations = correction_violations(config, prefix="algorithm.rollout_correction")
-    if violations:
-        raise ValueError("; ".join(violations))
     _same_shapes(rollout_logprobs_T, old_logprobs_T, response_mask_T)
     sequences = Sequences(response_mask_T, cu_seqlens)
     if config.bypass_mode:

@@ -88,27 +88,19 @@ def read_prompts(
 
 
 def _input_ids(tokens: Tokens, row: int, cfg: GenerationConfig, problems: FileProblems) -> list[int] | None:
-    where = {"row": row, "column": cfg.data.prompt_key}
-    limit = cfg.rollout.prompt_length
-    if tokens.problem:
-        problem = f"messages that the chat template refuses ({tokens.problem})"
-        problems.add(problem, "correct the messages, or use another template", **where)
+    column, limit, input_ids = cfg.data.prompt_key, cfg.rollout.prompt_length, tokens.input_ids
+    if not tokens.is_usable(row, column, problems):
         return None
-    input_ids = tokens.input_ids
-    if not len(input_ids):
-        problems.add("messages that the chat template renders to nothing", "correct it", **where)
-        return None
-    if len(input_ids) <= limit:
-        return input_ids.tolist()
-    if cfg.data.truncation == "error":
+    if len(input_ids) > limit and cfg.data.truncation == "error":
         problems.add(
             f"a prompt longer than rollout.prompt_length={limit} tokens",
             "raise it, or set data.truncation=left|right|middle",
-            **where,
+            row=row,
+            column=column,
             value=f"{len(input_ids)} tokens",
         )
         return None
-    return [int(token) for token in truncate(input_ids.tolist(), limit, cfg.data.truncation)]
+    return list(truncate(input_ids.tolist(), limit, cfg.data.truncation))
 
 
 def _sampling(
@@ -205,7 +197,7 @@ def generation_servers(
         yield servers
 
 
-def generate(
+async def generate(
     cfg: GenerationConfig,
     prompts: Sequence[Prompt],
     parts: Parts,
@@ -215,17 +207,6 @@ def generate(
     stop: Callable[[], bool],
 ) -> bool:
     """Generates the parts that are missing; returns False if `stop` ended the generation between two parts."""
-    return asyncio.run(_generate(cfg, prompts, parts, servers, tokenizer, stop))
-
-
-async def _generate(
-    cfg: GenerationConfig,
-    prompts: Sequence[Prompt],
-    parts: Parts,
-    servers: GenerationServers,
-    tokenizer: PreTrainedTokenizerBase,
-    stop: Callable[[], bool],
-) -> bool:
     todo = parts.missing()
     num_done = parts.num_batches - len(todo)
     async with servers.replaced() as replacements:

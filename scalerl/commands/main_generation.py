@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,7 +67,9 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
             )
             logs = parts.directory.absolute() / "logs"
             with generation_servers(cfg, inputs.device, logs, processes) as servers:
-                done = generate(cfg, inputs.prompts, parts, servers, inputs.tokenizer, stop=lambda: stop.requested)
+                done = asyncio.run(
+                    generate(cfg, inputs.prompts, parts, servers, inputs.tokenizer, stop=lambda: stop.requested)
+                )
             if not done:
                 print(f"stopped; the same command continues from {parts.directory}")
                 return EXIT_REQUEUE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scalerl.config.batch_summary import batch_table
-from scalerl.config.compose import Composed, Examined, compose, composed, examined, refusals
+from scalerl.config.compose import Composed, compose, composed, violations_of
 from scalerl.config.errors import ConfigError
 from scalerl.config.flags import asked_text, jobs_of, refuse_same_output, run_jobs
 from scalerl.config.foreign_keys import translation_table
@@ -16,13 +16,11 @@ from scalerl.config.run_length import decay_to_the_end, too_few_conversations, t
 from scalerl.config.save import flatten, save_resolved
 from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig
 from scalerl.config.servers import transport_of
-from scalerl.config.validate import validate_ppo, validate_sft
 
 __all__ = [
     "Composed",
     "ConfigError",
     "EvalConfig",
-    "Examined",
     "GenerationConfig",
     "LayoutSizes",
     "ModelRole",
@@ -36,7 +34,6 @@ __all__ = [
     "compose",
     "composed",
     "decay_to_the_end",
-    "examined",
     "flatten",
     "help_text",
     "jobs_of",
@@ -45,7 +42,6 @@ __all__ = [
     "num_devices",
     "pools_of",
     "recompute_violations",
-    "refusals",
     "refuse_same_output",
     "run_jobs",
     "save_resolved",
@@ -57,7 +53,6 @@ __all__ = [
     "translation_table",
     "transport_of",
     "uses_critic",
-    "validate_ppo",
-    "validate_sft",
+    "violations_of",
     "world_size",
 ]

@@ -71,11 +71,10 @@ def parse(kind: str, arguments: Sequence[str], *, with_files: bool = True) -> Ar
     parsed = Arguments(kind, files, violations=unread, translations=translations)
     if directory is not None and path is None:
         flag = "--config-dir" if flags.config_dir else "--config-path"
-        missing = (
+        parsed.without_file(
             f"{flag} {directory}: no such directory (looked in {Path.cwd()}); write --config-dir DIR "
             "--config-name NAME for DIR/NAME.yaml"
         )
-        parsed.without_file(_with_flags(directory) if _is_config_file(directory) else missing)
     name = _primary_file(parsed, _stem(flags.config_name or kind))
     groups = _overrides(parsed, rest)
     _read(parsed, name, groups)
@@ -124,28 +123,10 @@ def _primary_file(parsed: Arguments, name: str) -> str:
 def _overrides(parsed: Arguments, arguments: Sequence[str]) -> list[Override]:
     """Parses the overrides of values into `parsed`; returns those of groups."""
     groups, group_names = [], parsed.files.groups()
-    files = [text for text in arguments if _is_config_file(text)]
-    for place, text in enumerate(arguments):
-        if text in files:
-            parsed.without_file(_with_flags(text))
-        elif text.startswith("--") and any(after in files for after in arguments[place + 1 : place + 2]):
-            continue  # An option for a file of another program: --config FILE.
-        elif (override := _override(parsed, text)) is None:
-            continue
-        elif override.key_or_group in group_names:
-            groups.append(override)
-        else:
-            parsed.values.append(override)
+    for text in arguments:
+        if (override := _override(parsed, text)) is not None:
+            (groups if override.key_or_group in group_names else parsed.values).append(override)
     return groups
-
-
-def _is_config_file(text: str) -> bool:
-    return "=" not in text and text.endswith(".yaml") and Path(text).is_file()
-
-
-def _with_flags(text: str) -> str:
-    path = Path(text)
-    return f"{path}: write --config-dir {path.parent} --config-name {path.stem} for this file"
 
 
 def _override(parsed: Arguments, text: str) -> Override | None:
@@ -153,7 +134,7 @@ def _override(parsed: Arguments, text: str) -> Override | None:
         text = text.lstrip("-")
     key = text.partition("=")[0].lstrip("-+~")
     if text.startswith("-") or ("=" not in text and not text.startswith("~")):
-        violation = "not understood; write key=value, --config-dir DIR or --config-name NAME"
+        violation = "not understood; write key=value, or --config-dir DIR --config-name NAME for DIR/NAME.yaml"
     else:
         try:
             override = OverridesParser.create().parse_overrides([text])[0]

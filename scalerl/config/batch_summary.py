@@ -20,9 +20,12 @@ def batch_table(cfg: PPOConfig, num_prompts: int | None = None) -> str:
     actor, rollout = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout
     layout = trained_layout(cfg)
     prompts, n, mini = cfg.data.train_batch_size, rollout.n, actor.ppo_mini_batch_size
-    longest = longest_sample(cfg)
+    longest, tokens = longest_sample(cfg), actor.max_tokens_per_micro_batch
     per_rank = mini * n / layout.dp_size
     most = math.ceil(per_rank) * longest
+    updates = f"{prompts // mini}"
+    if actor.ppo_epochs > 1:
+        updates += f" x {actor.ppo_epochs} = {prompts // mini * actor.ppo_epochs} updates"
     divided = [("tensor", layout.tp_size), ("pipeline", layout.pp_size)]
     if layout.cp_size > 1:
         divided.insert(1, ("context", layout.cp_size))
@@ -30,43 +33,25 @@ def batch_table(cfg: PPOConfig, num_prompts: int | None = None) -> str:
         ("prompts per step", f"{prompts}", "data.train_batch_size"),
         ("x samples per prompt", f"{n}", "actor_rollout_ref.rollout.n"),
         ("= samples per step", f"{prompts * n}", ""),
-        ("mini-batches per step", _updates(prompts // mini, actor.ppo_epochs), "ppo_mini_batch_size, ppo_epochs"),
+        ("mini-batches per step", updates, "ppo_mini_batch_size, ppo_epochs"),
         ("samples per mini-batch", f"{mini * n}", "actor_rollout_ref.actor.ppo_mini_batch_size x n"),
         (
             "data-parallel ranks",
             f"{layout.world_size} / ({' x '.join(str(size) for _, size in divided)}) = {layout.dp_size}",
             f"devices / ({' x '.join(name for name, _ in divided)} parallel sizes)",
         ),
-        ("samples per mini-batch and rank", _about(per_rank), "balanced by tokens"),
-        (
-            "tokens per mini-batch and rank",
-            f"up to about {most}",
-            LONGEST_SAMPLE,
-        ),
-        (
-            "tokens per micro-batch",
-            f"at most {actor.max_tokens_per_micro_batch}",
-            f"{ACTOR}.max_tokens_per_micro_batch",
-        ),
+        ("samples per mini-batch and rank", f"about {round(per_rank, 1):g}", "balanced by tokens"),
+        ("tokens per mini-batch and rank", f"up to about {most}", LONGEST_SAMPLE),
+        ("tokens per micro-batch", f"at most {tokens}", f"{ACTOR}.max_tokens_per_micro_batch"),
         (
             "micro-batches per mini-batch",
-            _micro_batches(math.ceil(per_rank), longest, actor.max_tokens_per_micro_batch),
+            _micro_batches(math.ceil(per_rank), longest, tokens),
             "as few as hold the samples",
         ),
     ]
     if num_prompts is not None:
         rows += _step_rows(cfg, num_prompts)
     return _table(rows)
-
-
-def _updates(mini_batches: int, epochs: int) -> str:
-    if epochs == 1:
-        return f"{mini_batches}"
-    return f"{mini_batches} x {epochs} = {mini_batches * epochs} updates"
-
-
-def _about(per_rank: float) -> str:
-    return f"about {per_rank:.0f}" if per_rank == int(per_rank) else f"about {per_rank:.1f}"
 
 
 def _micro_batches(samples: int, longest: int, max_tokens_per_micro_batch: int) -> str:

@@ -1,15 +1,16 @@
-"""Composes overrides and YAML files into a checked config dataclass, through Hydra; reports all errors together."""
+"""Composes overrides and YAML files into a config dataclass, through Hydra, and checks it; all errors come together."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
-from scalerl.config.arguments import Arguments, parse
+from scalerl.config.arguments import parse
 from scalerl.config.errors import ConfigError
 from scalerl.config.foreign_keys import Translation
+from scalerl.config.keys import default_sources, inherited_keys
 from scalerl.config.partial_config import PartialConfig
 from scalerl.config.schema import (
     SCHEMAS,
@@ -21,7 +22,7 @@ from scalerl.config.schema import (
     SFTConfig,
     domain_violations,
 )
-from scalerl.config.validate import violations_of, without_repeats
+from scalerl.config.schema.fields import Place, broken_checks
 
 
 @overload
@@ -68,11 +69,17 @@ class Composed:
 def composed(kind: str, overrides: Sequence[str], *, rules: bool = True) -> Composed:
     """Composes and checks a configuration as `compose` does, and also returns what became of verl's keys."""
     arguments = parse(kind, overrides)
-    partial, missing, config = _filled(arguments)
-    wrong_inputs = arguments.violations + partial.violations
-    missing = [] if arguments.unread else missing
-    checked = rules or wrong_inputs or missing or without_repeats(config, dict(domain_violations(config)))
-    if checked and (violations := [*wrong_inputs, *missing, *violations_of(config, wrong=partial.wrong)]):
+    partial = PartialConfig(SCHEMAS[kind], kind)
+    for node in arguments.nodes:
+        partial.put_tree(node.package, node.content, node.texts, f" in {node.origin}")
+    for override in arguments.values:
+        partial.put_override(override)
+    for key in arguments.wrong:
+        partial.doubt(key)
+    missing, config = partial.finish()
+    wrong_inputs = [*arguments.violations, *partial.violations, *([] if arguments.unread else missing)]
+    checked = rules or wrong_inputs or any(domain_violations(config))
+    if checked and (violations := [*wrong_inputs, *violations_of(config, wrong=partial.wrong)]):
         error = ConfigError(violations)
         error.config = config
         raise error
@@ -81,63 +88,43 @@ def composed(kind: str, overrides: Sequence[str], *, rules: bool = True) -> Comp
     return Composed(config, translations, partial.set_keys, tuple(lines))
 
 
-def _filled(arguments: Arguments) -> tuple[PartialConfig, list[str], Any]:
-    """The partial configuration, the violations of missing values, and the configuration as a dataclass."""
-    partial = PartialConfig(SCHEMAS[arguments.kind], arguments.kind)
-    for node in arguments.nodes:
-        partial.put_tree(node.package, node.content, node.texts, f" in {node.origin}")
-    for override in arguments.values:
-        partial.put_override(override)
-    for key in arguments.wrong:
-        partial.doubt(key)
-    return partial, *partial.finish()
+def violations_of(cfg: Any, *, device: str | None = None, wrong: Iterable[str] = ()) -> list[str]:
+    """Lists everything that is wrong with the configuration of a command by itself.
 
-
-@dataclass(frozen=True)
-class Examined:
-    """What a run would make of each argument of a command line.
-
-    taken: arguments that stay as they are.  translations: what became of verl's keys.  violations: all that is wrong,
-    except broken checks between keys and missing values.  config: the configuration, with defaults in place of wrong
-    values.
+    Args:
+        device: cuda or cpu once it is known; None takes trainer.device, where auto skips the checks of one device.
+        wrong: keys and sections that have a violation already; "" stands for all keys. A check between such a key and
+            others is left out.
+    Returns: "key = value: limit; what to set" for each violation; empty when there is none.
     """
-
-    taken: list[str]
-    translations: list[Translation]
-    violations: list[str]
-    config: Any
-
-
-def examined(kind: str, overrides: Sequence[str], left_open: Mapping[str, str]) -> Examined:
-    """Examines each argument of a command line as a run would, without the config groups and files that it names.
-
-    left_open: key -> text that a shell replaces by its value; such keys are not among the overrides.
-    """
-    arguments = parse(kind, overrides, with_files=False)
-    partial = PartialConfig(SCHEMAS[kind], kind, left_open)
-    taken = []
-    for override in arguments.values:
-        before = len(partial.violations)
-        partial.put_override(override)
-        if len(partial.violations) == before:
-            taken.append(override)
-    _, config = partial.finish()
-    translated = {translation.key for translation in partial.translations}
-    return Examined(
-        [str(override.input_line).lstrip("+") for override in taken if override.key_or_group not in translated],
-        [*arguments.translations, *partial.translations],
-        [*arguments.violations, *(text for text in partial.violations if text.split(" = ")[0] not in translated)],
-        config,
-    )
+    outside = dict(domain_violations(cfg))
+    is_here = device is not None
+    if device is None and isinstance(cfg, PPOConfig | SFTConfig) and cfg.trainer.device in ("cuda", "cpu"):
+        device = cfg.trainer.device
+    at = Place("", device, is_here, _with_followers(type(cfg), {*wrong, *outside}))
+    without = cfg.sections_without_checks() if isinstance(cfg, PPOConfig) else ()
+    broken = (text for text in broken_checks(cfg, at, without) if text.split(" = ")[0] not in outside)
+    return [*_without_repeats(cfg, outside), *broken]
 
 
-def refusals(kind: str, overrides: Sequence[str], left_open: Iterable[str]) -> list[str]:
-    """Lists what a run would refuse of a command line.
+def _with_followers(schema: type, wrong: set[str]) -> frozenset[str]:
+    """Adds the keys whose default follows from a wrong key."""
+    followers = default_sources(schema)
+    while new := {key for key, sources in followers.items() if key not in wrong and not wrong.isdisjoint(sources)}:
+        wrong |= new
+    return frozenset(wrong)
 
-    left_open: keys whose value is not known; a violation that names one of them is left out.
-    """
-    arguments = parse(kind, overrides)
-    partial, missing, config = _filled(arguments)
-    violations = [*arguments.violations, *partial.violations, *missing, *violations_of(config)]
-    names = [re.compile(rf"(?<![\w.]){re.escape(key)}(?![\w.])") for key in left_open]
-    return [text for text in dict.fromkeys(violations) if not any(name.search(text) for name in names)]
+
+def _without_repeats(cfg: Any, outside: dict[str, str]) -> list[str]:
+    """The violations, without those of keys that inherit their value from another key with a violation."""
+    sources = inherited_keys(type(cfg))
+
+    def repeats(key: str) -> bool:
+        return sources.get(key) in outside and value_at(cfg, key) == value_at(cfg, sources[key])
+
+    return [text for key, text in outside.items() if not repeats(key)]
+
+
+def value_at(cfg: Any, key: str) -> Any:
+    """The value of a dotted key."""
+    return functools.reduce(getattr, key.split("."), cfg)

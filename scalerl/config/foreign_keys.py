@@ -46,46 +46,29 @@ class ConfigView(Protocol):
     def as_written(self, key: str, value: Any, source: str) -> Any: ...
 
 
-class Translator(Protocol):
-    """Collects the foreign keys of one configuration, and translates them once all of it has been read."""
+class Translator:
+    """Collects the foreign keys of one configuration, and translates them once all of it has been read.
 
-    def knows(self, key: str, value: Any, context: Any) -> bool:
+    This one knows none: all keys must be scalerl's own. That of an extra extends it.
+    """
+
+    def knows(self, key: str, value: Any, context: ConfigView) -> bool:
         """Whether the other system's vocabulary reads this value of `key`."""
-        ...
-
-    def add(self, key: str, value: Any, origin: str = "") -> None:
-        """Keeps a foreign key until it is translated.  origin: says in which file it was written."""
-        ...
-
-    def written(self, key: str) -> Any:
-        """The value that was added for a key; None if there is none."""
-        ...
-
-    def translations(self, config: ConfigView) -> Iterator[tuple[Translation, Mapping[str, Any]]]:
-        """Yields each translation with the values that it sets; the caller puts them in before the next."""
-        ...
-
-
-class NoTranslator:
-    """The translator of an installation without `scalerl.extras`: no key is foreign, so all must be scalerl's own."""
-
-    def knows(self, key: str, value: Any, context: Any) -> bool:
         return False
 
     def add(self, key: str, value: Any, origin: str = "") -> None:
+        """Keeps a foreign key until it is translated.  origin: says in which file it was written."""
         raise AssertionError(f"{key} is no foreign key")
 
-    def written(self, key: str) -> Any:
-        return None
-
     def translations(self, config: ConfigView) -> Iterator[tuple[Translation, Mapping[str, Any]]]:
+        """Yields each translation with the values that it sets; the caller puts them in before the next."""
         return iter(())
 
 
 def translator(kind: str) -> Translator:
     """The translator for a configuration.  kind: ppo, sft, generation or eval."""
     make = extra("foreign_keys")
-    return NoTranslator() if make is None else make(kind)
+    return Translator() if make is None else make(kind)
 
 
 def translation_table(translations: list[Translation]) -> str:

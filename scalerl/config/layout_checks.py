@@ -42,7 +42,7 @@ def layout_violations(
     rollout_tp: int | None = None,
     prefix: str = f"{ACTOR}.megatron",
 ) -> list[str]:
-    """Lists why the model cannot be spread over the devices in this way; empty where it can.
+    """Lists why the model cannot be spread over devices that hold whole copies of it; empty where it can.
 
     Args:
         world_size: devices of the trainer.
@@ -59,9 +59,8 @@ def layout_violations(
     if sizes.shared_expert_ffn_hidden_size:
         widths["width of the shared experts"] = sizes.shared_expert_ffn_hidden_size
     violations = list(_indivisible(f"{prefix}.tensor_model_parallel_size", layout.tp_size, widths))
-    violations += _devices(layout, megatron, prefix)
     violations += _context(sizes, layout, megatron, prefix)
-    violations += layout.pipeline.violations(sizes.num_layers, prefix)
+    violations += layout.pipeline_violations(sizes.num_layers, prefix)
     violations += _experts(sizes, layout, megatron, prefix)
     if rollout_tp is not None:
         split = {name: size for name, size in widths.items() if name != "key/value heads"}
@@ -93,35 +92,14 @@ def whole_copies(megatron: MegatronConfig, pool: DevicesConfig | ResourcePoolCon
     if layout.world_size % layout.copy_size:
         # With several nodes, the devices per node that work are the multiples of this.
         unit = layout.copy_size // math.gcd(layout.copy_size, pool.nnodes)
-        used = " x ".join(f"{section}.{name}" for name in _dividing_sizes(megatron))
+        # The keys above 1 whose product is the devices of one copy of the model; at least one key.
+        names = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+        above_1 = [name for name in names if getattr(megatron, name) > 1] or names[:1]
+        used = " x ".join(f"{section}.{name}" for name in above_1)
         yield (
             f"{devices}.nnodes x {devices}.n_gpus_per_node = {pool.nnodes} x {pool.n_gpus_per_node} = "
             f"{layout.world_size}: must be a multiple of {used} = {layout.copy_size}; set {devices}.n_gpus_per_node="
             f"{nearest_multiples(pool.n_gpus_per_node, unit)}, or sizes whose product divides {layout.world_size}"
-        )
-
-
-def _dividing_sizes(megatron: MegatronConfig) -> list[str]:
-    """The keys above 1 whose product is the devices of one copy of the model; at least one key."""
-    names = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
-    return [name for name in names if getattr(megatron, name) > 1] or [names[0]]
-
-
-def _devices(layout: LayoutSizes, megatron: MegatronConfig, prefix: str) -> Iterator[str]:
-    """Checks that the sizes divide the devices, whatever the model."""
-    if layout.world_size % layout.copy_size:
-        used = _dividing_sizes(megatron)
-        product = f" = {layout.copy_size}" if len(used) > 1 else ""
-        yield (
-            f"{' x '.join(f'{prefix}.{name}' for name in used)} = "
-            f"{' x '.join(str(getattr(megatron, name)) for name in used)}{product}: must divide the "
-            f"{layout.world_size} devices; set sizes whose product is one of {divisors_text(layout.world_size)}"
-        )
-    elif layout.stage_size % layout.experts_size:
-        yield (
-            f"{prefix}.expert_model_parallel_size x expert_tensor_parallel_size = "
-            f"{layout.ep_size} x {layout.etp_size} = {layout.experts_size}: must divide the {layout.stage_size} "
-            f"devices of a pipeline stage; set sizes whose product is one of {divisors_text(layout.stage_size)}"
         )
 
 
@@ -162,6 +140,12 @@ def _experts(sizes: ModelSizes, layout: LayoutSizes, megatron: MegatronConfig, p
             if (getattr(megatron, name) or 1) > 1:
                 yield f"{prefix}.{name} = {getattr(megatron, name)}: the model has no experts; leave it out"
         return
+    if layout.stage_size % layout.experts_size:
+        yield (
+            f"{prefix}.expert_model_parallel_size x expert_tensor_parallel_size = "
+            f"{layout.ep_size} x {layout.etp_size} = {layout.experts_size}: must divide the {layout.stage_size} "
+            f"devices of a pipeline stage; set sizes whose product is one of {divisors_text(layout.stage_size)}"
+        )
     yield from _indivisible(f"{prefix}.expert_model_parallel_size", layout.ep_size, {"experts": sizes.num_experts})
     yield from _indivisible(
         f"{prefix}.expert_tensor_parallel_size", layout.etp_size, {"width of an expert": sizes.moe_ffn_hidden_size}
@@ -225,7 +209,7 @@ def _recompute_modules(sizes: ModelSizes, megatron: MegatronConfig, prefix: str)
 
 
 def _recompute_layers(num_layers: int, megatron: MegatronConfig, prefix: str) -> Iterator[str]:
-    per_chunk, wanted = set(LayoutSizes.of(megatron).pipeline.chunks(num_layers)), megatron.recompute_num_layers
+    per_chunk, wanted = set(LayoutSizes.of(megatron).chunks(num_layers)), megatron.recompute_num_layers
     key = f"{prefix}.recompute_num_layers = {wanted}"
     # megatron walks a chunk in steps of this size and would look for layers after its last.
     wrong = sorted(size for size in per_chunk if size % wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import re
 from collections.abc import Iterable, Mapping
@@ -13,7 +14,7 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from scalerl.config.foreign_keys import Translation, translator
-from scalerl.config.keys import fresh_defaults, key_table, raw_defaults
+from scalerl.config.keys import defaults_of, key_table, raw_defaults
 from scalerl.config.value_checks import show
 from scalerl.config.written import as_text, misread, texts_of_override
 
@@ -43,7 +44,7 @@ class PartialConfig:
         # Entries of inherited dicts: dict -> key in it -> value.
         self._own_entries: dict[str, dict[str, Any]] = {}
         self._raw_defaults = raw_defaults(schema)
-        self._config = fresh_defaults(schema)
+        self._config = copy.deepcopy(defaults_of(schema))
         self._mentioned: set[str] = set()
         self._written: set[str] = set()
         # Keys, of verl's too, -> their values with the numbers and booleans as they were written.
@@ -69,7 +70,8 @@ class PartialConfig:
         texts: the same with numbers and booleans as they were written (`texts_of_yaml`).
         """
         self._keep_texts(package, texts)
-        if package and self.table.kind(package) == "unknown" and all(self._at_root(name) for name in content):
+        at_root = all(self.table.kind(str(name)) != "unknown" for name in content)
+        if package and self.table.kind(package) == "unknown" and at_root:
             self._reject(
                 "",
                 f"{package}: no such key{origin}; make '# @package _global_' the first line of the file, so that its "
@@ -184,10 +186,6 @@ class PartialConfig:
         """The value for a key, with the characters that were written for the key `source` where it holds text."""
         return as_text(value, self._texts.get(source, value)) if self.table.is_text(key) else value
 
-    def foreign(self, key: str) -> Any:
-        """The value that the user wrote for a key of verl; None if there is none."""
-        return self._verl.written(key)
-
     def _translate(self) -> None:
         for translation, values in self._verl.translations(self):
             self.translations.append(translation)
@@ -214,7 +212,7 @@ class PartialConfig:
         raw = _raw_values(self._config, self.table.leaves)
         for key in [key for key, value in raw.items() if value == MISSING]:
             if key not in self._mentioned:
-                problems.append(f"{key}: missing; set {key}=...{self._about(key)}")
+                problems.append(f"{key}: missing; set {key}=...")
             OmegaConf.update(self._config, key, PLACEHOLDER)
         # The keys are resolved one by one only where one is wrong: there are a hundred.
         with contextlib.suppress(OmegaConfBaseException):
@@ -252,12 +250,6 @@ class PartialConfig:
             return ""
         default = self._raw_defaults[key]
         return "" if default == MISSING else f"; the default is {show(default)}"
-
-    def _about(self, key: str) -> str:
-        return " (a path or [a,list,of,paths])" if key.endswith("_files") else ""
-
-    def _at_root(self, name: Any) -> bool:
-        return self.table.kind(str(name)) != "unknown"
 
 
 def _raw_values(config: Any, keys: Iterable[str]) -> dict[str, Any]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
 
 from scalerl.config.names import ACTOR
 from scalerl.config.roles import uses_critic
 from scalerl.config.schema import OptimConfig, PPOConfig, RunConfig, SFTConfig
-from scalerl.config.validate import validate_ppo, validate_sft
 
 
 def total_steps(trainer: RunConfig, num_rows: int, batch_size: int) -> int:
@@ -57,8 +55,14 @@ def _updates_of_models(cfg: PPOConfig | SFTConfig, steps: int) -> Iterator[tuple
 def too_few_prompts(cfg: PPOConfig, num_prompts: int) -> Iterator[str]:
     """The violation of a run whose step takes more prompts than the training data has. `cfg` must be valid."""
     batch, begun = cfg.data.train_batch_size, cfg.data.gen_batch_size
+    mini = cfg.actor_rollout_ref.actor.ppo_mini_batch_size
     if batch > num_prompts:
-        yield f"data.train_batch_size = {batch}: {_repeats(num_prompts, 'prompts', batch)}{_smaller(cfg, num_prompts)}"
+        size = num_prompts // mini * mini or num_prompts
+        smaller = "" if size >= mini else f" and {ACTOR}.ppo_mini_batch_size={size}"
+        yield (
+            f"data.train_batch_size = {batch}: {_repeats(num_prompts, 'prompts', batch)}, or set "
+            f"data.train_batch_size={size}{smaller}"
+        )
     elif begun > num_prompts:
         yield (
             f"data.gen_batch_size = {begun}: {_repeats(num_prompts, 'prompts', begun)}, or set "
@@ -66,30 +70,14 @@ def too_few_prompts(cfg: PPOConfig, num_prompts: int) -> Iterator[str]:
         )
 
 
-def _smaller(cfg: PPOConfig, num_prompts: int) -> str:
-    """The largest batch sizes that the data has prompts for, as advice; empty where the layout needs more."""
-    smaller = copy.deepcopy(cfg)
-    actor, critic, with_critic = smaller.actor_rollout_ref.actor, smaller.critic, uses_critic(cfg)
-    whole = math.lcm(actor.ppo_mini_batch_size, critic.ppo_mini_batch_size if with_critic else 1)
-    size = num_prompts // whole * whole or num_prompts
-    advice = f", or set data.train_batch_size={size}"
-    smaller.data.train_batch_size = smaller.data.gen_batch_size = size
-    if num_prompts < whole:
-        advice += f", {ACTOR}.ppo_mini_batch_size={size}"
-        if with_critic and critic.ppo_mini_batch_size != actor.ppo_mini_batch_size:
-            advice += f", critic.ppo_mini_batch_size={size}"
-        actor.ppo_mini_batch_size = critic.ppo_mini_batch_size = size
-    return "" if validate_ppo(smaller) else advice
-
-
 def too_few_conversations(cfg: SFTConfig, num_rows: int) -> Iterator[str]:
     """The violation of an SFT run whose update takes more conversations than the data has. `cfg` must be valid."""
     batch = cfg.data.train_batch_size
     if batch > num_rows:
-        smaller = copy.deepcopy(cfg)
-        smaller.data.train_batch_size = num_rows
-        advice = "" if validate_sft(smaller) else f", or set data.train_batch_size={num_rows}"
-        yield f"data.train_batch_size = {batch}: {_repeats(num_rows, 'conversations', batch)}{advice}"
+        yield (
+            f"data.train_batch_size = {batch}: {_repeats(num_rows, 'conversations', batch)}, or set "
+            f"data.train_batch_size={num_rows} or less"
+        )
 
 
 def _repeats(num_rows: int, what: str, needed: int) -> str:

@@ -38,10 +38,7 @@ def read_resolved(path: str | Path) -> dict[str, Any] | None:
 
 def saved_value(path: str | Path, key: str) -> str | None:
     """The value of a key in a file of `save_resolved`, as text; None where it is null, or nothing can be read."""
-    try:
-        value = OmegaConf.select(OmegaConf.load(path), key)
-    except (OSError, yaml.YAMLError, OmegaConfBaseException):
-        return None
+    value = OmegaConf.select(OmegaConf.create(read_resolved(path) or {}), key)
     return None if value is None else str(value)
 
 

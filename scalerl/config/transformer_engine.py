@@ -23,37 +23,37 @@ def transformer_engine_violations(
         device: cuda or cpu.
         version: the installed version of transformer-engine; None where it is not installed.
     """
-    if cp_comm_type is None:
-        return
-    # Where nothing is exchanged all four are the same.
-    first = FIRST_VERSIONS[cp_comm_type if cp_size > 1 else "p2p"]
-    needed = ".".join(map(str, first))
-    remedy = f"or {prefix}.cp_comm_type=null (torch's attention, Ulysses)"
-    what = f"{prefix}.cp_comm_type = {cp_comm_type}: Transformer Engine's attention"
-    if device != "cuda":
-        yield f"{what} runs on GPUs only, and the device is {device}; set trainer.device=cuda, {remedy}"
-    elif version is None:
-        yield f"{what} needs transformer-engine, which is not installed; install {needed} or newer, {remedy}"
-    elif _major_minor(version) < first:
-        yield (
-            f"{what} takes packed sequences with this exchange from version {needed} on, and {version} is installed; "
-            f"install a newer one, {remedy}"
-        )
+    if cp_comm_type is not None:
+        # Where nothing is exchanged all four are the same.
+        first = FIRST_VERSIONS[cp_comm_type if cp_size > 1 else "p2p"]
+        setting = f"{prefix}.cp_comm_type = {cp_comm_type}"
+        remedy = f"{prefix}.cp_comm_type=null (torch's attention, Ulysses)"
+        yield from _lacks(setting, first, remedy, device, version)
 
 
 def expert_violations(impl: str, *, prefix: str, device: str, version: str | None) -> Iterator[str]:
     """Yields why the machine cannot run the experts of moe_experts_impl; arguments as of the attention's."""
-    if impl != "transformer_engine":
-        return
-    needed = ".".join(map(str, FIRST_VERSION_OF_EXPERTS))
-    remedy = f"or {prefix}.moe_experts_impl=torch (torch's grouped matrix products)"
-    what = f"{prefix}.moe_experts_impl = {impl}: Transformer Engine's grouped linear layers"
+    if impl == "transformer_engine":
+        setting = f"{prefix}.moe_experts_impl = {impl}"
+        remedy = f"{prefix}.moe_experts_impl=torch (torch's grouped matrix products)"
+        yield from _lacks(setting, FIRST_VERSION_OF_EXPERTS, remedy, device, version)
+
+
+def _lacks(setting: str, first: tuple[int, int], remedy: str, device: str, version: str | None) -> Iterator[str]:
+    """Yields what the machine lacks for a setting that needs Transformer Engine from the version `first` on."""
+    needed = ".".join(map(str, first))
     if device != "cuda":
-        yield f"{what} run on GPUs only, and the device is {device}; set trainer.device=cuda, {remedy}"
+        yield (
+            f"{setting}: Transformer Engine runs on GPUs only, and the device is {device}; set trainer.device=cuda, or "
+            f"{remedy}"
+        )
     elif version is None:
-        yield f"{what} need transformer-engine, which is not installed; install {needed} or newer, {remedy}"
-    elif _major_minor(version) < FIRST_VERSION_OF_EXPERTS:
-        yield f"{what} need version {needed}, and {version} is installed; install a newer one, {remedy}"
+        yield f"{setting}: transformer-engine is not installed; install {needed} or newer, or set {remedy}"
+    elif _major_minor(version) < first:
+        yield (
+            f"{setting}: needs transformer-engine {needed} or newer, and {version} is installed; install a newer one, "
+            f"or set {remedy}"
+        )
 
 
 def transformer_engine_version() -> str | None:

@@ -180,9 +180,9 @@ def some_of(*names: str, example: str) -> Domain:
 
     def allows(value: Any) -> bool:
         chosen = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
-        return isinstance(chosen, list) and len(chosen) > 0 and all(name in names for name in chosen)
+        return isinstance(chosen, list) and len(chosen) > 0 and list_of(*names).allows(chosen)
 
-    return Domain(allows, f"some of {', '.join(names)}", example)
+    return Domain(allows, f"some of {', '.join(names)}, each at most once", example)
 
 
 DTYPE = one_of("bfloat16", "float16", "float32")

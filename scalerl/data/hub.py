@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 from scalerl.errors import UserError
+
+HUB = "https://huggingface.co"
+Kind = Literal["model", "dataset"]
+# Names that no organisation has, since they begin the hub's own pages.
+_NO_ORGANISATIONS = ("models", "datasets", "spaces")
+# Of a revision: a branch, a tag or a commit.
+_REPO, _REVISION = r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*?)", r"(?P<revision>[\w./-]+?)"
 
 
 class HubError(UserError):
     """Raised when a repository cannot be fetched."""
 
 
+def hub_name(path: str, kind: Kind) -> tuple[str, str | None] | None:
+    """Parses a name on the hub, or the page of it: (repository, revision or None); None for anything else.
+
+    A name is ORGANISATION/NAME with @REVISION or without; hf:// may come before it, hf://datasets/ before a data set's.
+    """
+    folder = "datasets/" if kind == "dataset" else ""
+    for hub in filter(None, (os.environ.get("HF_ENDPOINT"), HUB)):
+        if path.startswith(f"{hub.rstrip('/')}/"):
+            page = urlsplit(path).path.removeprefix("/")
+            match = re.fullmatch(rf"{folder}{_REPO}(?:/tree/{_REVISION})?/?", page)
+            break
+    else:
+        match = re.fullmatch(rf"(?:hf://{folder})?{_REPO}(?:@{_REVISION})?", path)
+    if match is None or match["repo"].partition("/")[0] in _NO_ORGANISATIONS:
+        return None
+    return match["repo"], match["revision"]
+
+
 def fetch_from_hub(
     repo: str,
     revision: str | None,
-    kind: Literal["model", "dataset"],
+    kind: Kind,
     patterns: Sequence[str],
     *,
     setting: str,

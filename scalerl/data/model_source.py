@@ -9,20 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from scalerl.base.files import CONFIG_NAME, FETCHED
-from scalerl.data.hub import HubError, fetch_from_hub
+from scalerl.data.hub import HubError, fetch_from_hub, hub_name
 from scalerl.data.local_copy import copy_to_local, is_remote
 from scalerl.errors import UserError
 
-# ORGANISATION/NAME, and @REVISION: a branch, a tag or a commit.
-_HUB_NAME = re.compile(r"(?:hf://)?(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*?)(?:@(?P<revision>[\w./-]+))?")
-# The path of a model's page on the hub: /ORGANISATION/NAME, /ORGANISATION/NAME/tree/REVISION.
-_HUB_PAGE = re.compile(r"/(?P<repo>[\w.-]+/[\w.-]+)(?:/tree/(?P<revision>[\w./-]+))?/?")
-HUB = "https://huggingface.co"
-# Names that no organisation has, since they begin the hub's own pages.
-_NO_ORGANISATIONS = ("models", "datasets", "spaces")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # (path, key) -> the error, for later checks of the same model.
 _failures: dict[tuple[str, str], ModelSourceError] = {}
@@ -47,7 +39,7 @@ def model_directory(path: str, key: str, *, config_alone: bool = False) -> str:
         return directory
     if (failure := _failures.get((path, key))) is not None:
         raise failure
-    if (named := hub_name(path)) is not None:
+    if (named := hub_name(path, "model")) is not None:
         try:
             return _from_hub(*named, [CONFIG_NAME] if config_alone else FETCHED, setting=f"{key} = {path}")
         except ModelSourceError as error:
@@ -61,18 +53,6 @@ def model_directory(path: str, key: str, *, config_alone: bool = False) -> str:
         f"{key} = {path}: there is no such directory (working directory {Path.cwd()}); give one with config.json, "
         "*.safetensors and tokenizer files, a name on the Hugging Face hub (ORGANISATION/NAME), or a URL"
     )
-
-
-def hub_name(path: str) -> tuple[str, str | None] | None:
-    """Parses a name on the hub, or its page: (repository, revision or None); None for anything else."""
-    for hub in filter(None, (os.environ.get("HF_ENDPOINT"), HUB)):
-        if path.startswith(f"{hub.rstrip('/')}/"):
-            page = _HUB_PAGE.fullmatch(urlsplit(path).path)
-            return (page["repo"], page["revision"]) if page else None
-    named = _HUB_NAME.fullmatch(path)
-    if named is None or named["repo"].startswith(tuple(f"{name}/" for name in _NO_ORGANISATIONS)):
-        return None
-    return (named["repo"], named["revision"])
 
 
 def fetch_models(cfg: Any, attempt: Callable[[Callable[[], str]], str | None]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from scalerl.data.chat import Conversation, SpecialTokens, encode, left_out, render
-from scalerl.data.problems import DataError
+from scalerl.data.problems import DataError, FileProblems
 from scalerl.data.unknown_text import UnknownText
 
 if TYPE_CHECKING:
@@ -37,6 +37,17 @@ class Tokens(NamedTuple):
     unknown: Sequence[str] = ()
     left_out: str = ""
     special: Sequence[str] = ()
+
+    def is_usable(self, row: int, column: str, problems: FileProblems) -> bool:
+        """Whether a prompt has tokens; adds the problem of its row where it has none."""
+        if self.problem:
+            problem = f"messages that the chat template refuses ({self.problem})"
+            problems.add(problem, "correct the messages, or use another template", row=row, column=column)
+        elif not len(self.input_ids):
+            problems.add("messages that the chat template renders to nothing", "correct it", row=row, column=column)
+        else:
+            return True
+        return False
 
 
 class PromptTokenizer:

@@ -14,7 +14,7 @@ from scalerl.config.schema import DataConfig
 from scalerl.data.chat import Conversation, require_chat_template
 from scalerl.data.files import DataFile, read_chunks, resolve_files
 from scalerl.data.problems import DataError, FileProblems
-from scalerl.data.prompt_tokens import PromptTokenizer, Tokens
+from scalerl.data.prompt_tokens import PromptTokenizer
 from scalerl.data.ragged import PackedObjects, RaggedArray, truncate
 from scalerl.data.row_checks import MessagesDigest, PromptColumns, PromptFields, check_prompt_rows
 from scalerl.data.unknown_text import UnknownRows
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 log = logging.getLogger(__name__)
-
-TRUNCATIONS = ("error", "left", "right", "middle")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +81,6 @@ class RLHFDataset:
         processor: ProcessorMixin | None = None,
         max_samples: int = -1,
     ) -> None:
-        if config.truncation not in TRUNCATIONS:
-            raise ValueError(f"data.truncation={config.truncation!r}: use one of {', '.join(TRUNCATIONS)}")
-        if config.max_prompt_length < 1:
-            raise ValueError(f"data.max_prompt_length={config.max_prompt_length}: use at least 1 token")
-        if max_samples != -1 and max_samples < 1:
-            raise ValueError(f"max_samples={max_samples}: use at least 1, or -1 for all rows")
         require_chat_template(tokenizer)
 
         files = resolve_files(data_files, config.cache_dir)
@@ -154,9 +146,11 @@ class RLHFDataset:
         for rows, token_lists in tokenizer.each(checked()):
             if room == len(kept):
                 continue
-            for row, fields, prompt in _kept_of(rows, token_lists, columns.prompt, problems):
+            for (row, fields), prompt in zip(rows, token_lists, strict=True):
                 if room == len(kept):
                     break
+                if not prompt.is_usable(row, columns.prompt, problems):
+                    continue
                 tokens = prompt.input_ids
                 num_tokens = len(tokens)
                 if num_tokens > config.max_prompt_length:
@@ -184,22 +178,6 @@ class RLHFDataset:
                 f"{config.max_prompt_length} tokens and filtered; raise it, or use data.truncation"
             )
         return f"{files}: no rows; give files with at least one row"
-
-
-def _kept_of(
-    rows: list[tuple[int, PromptFields]],
-    token_lists: list[Tokens],
-    column: str,
-    problems: FileProblems,
-) -> Iterator[tuple[int, PromptFields, Tokens]]:
-    for (row, fields), tokens in zip(rows, token_lists, strict=True):
-        if tokens.problem:
-            problem = f"messages that the chat template refuses ({tokens.problem})"
-            problems.add(problem, "correct the messages, or use another template", row=row, column=column)
-        elif len(tokens.input_ids):
-            yield row, fields, tokens
-        else:
-            problems.add("messages that the chat template renders to nothing", "correct it", row=row, column=column)
 
 
 def _add_overlong(overlong: dict[int, int], column: str, max_prompt_length: int, problems: FileProblems) -> None:

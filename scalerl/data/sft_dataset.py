@@ -21,8 +21,6 @@ from scalerl.data.unknown_text import UnknownRows, UnknownText
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TRUNCATIONS = ("error", "left", "right")
-
 # Marks of a thought, in messages and in the chat templates of models that think.
 _THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
 
@@ -60,10 +58,6 @@ class SFTDataset:
         tokenizer: PreTrainedTokenizerBase,
         config: SFTDataConfig,
     ) -> None:
-        if config.truncation not in TRUNCATIONS:
-            raise ValueError(f"data.truncation={config.truncation!r}: use one of {', '.join(TRUNCATIONS)}")
-        if config.max_length < 2:
-            raise ValueError(f"data.max_length={config.max_length}: use at least 2 tokens")
         require_chat_template(tokenizer)
         files = resolve_files(data_files, config.cache_dir)
         self.files = [file.name for file in files]

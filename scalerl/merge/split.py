@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from scalerl.checkpoint.pieces import Piece, boxes, write_file, write_index
-from scalerl.config.layout import PipelineSizes
+from scalerl.config.layout import LayoutSizes
 from scalerl.merge.whole_directory import whole_directory
 from scalerl.models import (
     CHECKPOINT_MODEL_PREFIX,
@@ -44,8 +44,8 @@ class SplitSizes:
         return self.etp_size or self.tp_size
 
     @property
-    def pipeline(self) -> PipelineSizes:
-        return PipelineSizes(self.pp_size, self.vpp_size)
+    def pipeline(self) -> LayoutSizes:
+        return LayoutSizes(self.pp_size, pp_size=self.pp_size, vpp_size=self.vpp_size)
 
     def stage_of_layer(self, num_layers: int) -> list[int]:
         """The stage that has each layer: the first chunks of all stages follow each other, then the second ones."""
@@ -171,7 +171,7 @@ def _check(shape: ModelShape, sizes: SplitSizes) -> None:
         raise ValueError("; ".join(problems))
     if sizes.vpp_size > 1 and sizes.pp_size == 1:
         problems.append(f"--vpp {sizes.vpp_size} needs --pp above 1")
-    elif sizes.pipeline.violations(shape.num_layers):
+    elif sizes.pipeline.pipeline_violations(shape.num_layers):
         problems.append(f"--pp {sizes.pp_size} x --vpp {sizes.vpp_size} must divide {shape.num_layers} layers")
     if sizes.ep_size > 1 and (not shape.num_experts or shape.num_experts % sizes.ep_size):
         problems.append(f"--ep {sizes.ep_size} must divide {shape.num_experts} experts")

@@ -81,7 +81,7 @@ class Layout(LayoutSizes):
         Chunk c of all stages comes before chunk c + 1 of any: with 8 layers, 2 stages and 2 chunks, stage 0 holds
         [0, 1] and [4, 5]. Raises ValueError if the layers cannot be divided so.
         """
-        per_chunk = self.pipeline.chunks(num_layers)
+        per_chunk = self.chunks(num_layers)
         begin = sum(per_chunk[:pp_rank])
         return [
             range(chunk * sum(per_chunk) + begin, chunk * sum(per_chunk) + begin + per_chunk[pp_rank])

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from scalerl.tracking.backend import (
-    FINISH_TIMEOUT_S,
     STATUSES,
     Backend,
     RunInfo,
-    backend_names,
     check_backends,
     first_line,
     opener_of,
@@ -36,13 +34,9 @@ class Tracking:
 
     default_backend: a registered name or names.  config: the run's configuration as nested mapping.
     run_dir: directory for the files of this run, created if missing.
-    mlflow_tracking_uri: None: that of the variable MLFLOW_TRACKING_URI, without it an SQLite file in run_dir.
-    description, tags, datasets: what the run is, as `RunInfo` has them.
-    run_id: id of the MLflow run to continue.  continue_unfinished: as `RunInfo` has it.
-    resumed_from: the step that this process resumes from (0: none).
-    restarted: this process has recorded to the run before, and begins again behind resumed_from.
     wait: False returns while backends are still being opened; `wait_started` or the first log then raises a failure.
-    queue_size, start_timeout_s: for each backend.  finish_timeout_s: for all of them together.
+    queue_size, start_timeout_s: for each backend.
+    facts: the other fields of `RunInfo`; without mlflow_tracking_uri the variable MLFLOW_TRACKING_URI counts.
     Raises ValueError for an unknown backend or one that is not installed, RuntimeError or OSError with the cause when a
     backend cannot start. A backend that later fails or hangs is reported once and its losses are counted; the others
     continue.
@@ -56,41 +50,18 @@ class Tracking:
         config: Mapping[str, Any] | None = None,
         *,
         run_dir: str | Path,
-        mlflow_tracking_uri: str | None = None,
-        run_id: str | None = None,
-        continue_unfinished: bool = False,
-        total_steps: int | None = None,
-        resumed_from: int = 0,
-        restarted: bool = False,
-        description: str = "",
-        tags: Mapping[str, str] | None = None,
-        datasets: Mapping[str, Sequence[str]] | None = None,
         wait: bool = True,
         queue_size: int = QUEUE_SIZE,
         start_timeout_s: float = START_TIMEOUT_S,
-        finish_timeout_s: float = FINISH_TIMEOUT_S,
+        **facts: Any,
     ) -> None:
         names = [default_backend] if isinstance(default_backend, str) else list(dict.fromkeys(default_backend))
         check_backends(names)
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
-        info = RunInfo(
-            project_name,
-            experiment_name,
-            run_dir,
-            config=config or {},
-            resumed_from=resumed_from,
-            restarted=restarted,
-            total_steps=total_steps,
-            mlflow_tracking_uri=mlflow_tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or None,
-            run_id=run_id,
-            continue_unfinished=continue_unfinished,
-            description=description,
-            tags=tags or {},
-            datasets=datasets or {},
-            finish_timeout_s=finish_timeout_s,
-        )
-        self._finish_timeout_s = finish_timeout_s
+        facts["mlflow_tracking_uri"] = facts.get("mlflow_tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI") or None
+        info = RunInfo(project_name, experiment_name, run_dir, config=config or {}, **facts)
+        self._finish_timeout_s = info.finish_timeout_s
         self._unloggable: set[str] = set()
         self._num_console_failures = 0
         self._started = False
@@ -115,11 +86,6 @@ class Tracking:
         except BaseException:
             self._close_all("FAILED")
             raise
-
-    @property
-    def supported_backend(self) -> tuple[str, ...]:
-        """The names of the registered backends."""
-        return backend_names()
 
     @property
     def logger(self) -> dict[str, Backend]:

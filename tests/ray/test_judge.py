@@ -20,9 +20,9 @@ from scalerl.config.schema import (
     CustomRewardFunctionConfig,
     DataConfig,
     JudgeConfig,
-    JudgeModelConfig,
     ProgramConfig,
     RewardModelConfig,
+    ScoringModelConfig,
 )
 from scalerl.data import RLHFDataset, load_tokenizer
 from scalerl.rewards import RewardError, ScoreRequest
@@ -121,7 +121,7 @@ def bench(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[B
     data = DataConfig(train_files=rows_file, val_files=rows_file, max_prompt_length=64)
     config = JudgeConfig(
         enable=True,
-        model=JudgeModelConfig(path=str(directory / "judge")),
+        model=ScoringModelConfig(path=str(directory / "judge")),
         prompt_path=str(directory / "question.txt"),
         pattern=r"^(\d)",
         max_score=9,

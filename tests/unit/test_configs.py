@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scalerl.config import PPOConfig, compose, model_roles, uses_critic, validate_ppo, world_size
+from scalerl.config import PPOConfig, compose, model_roles, uses_critic, violations_of, world_size
 from scalerl.extras.plan.check import checked_plan
 from scalerl.extras.plan.plan import MemoryPlan
 from scalerl.models import Family, HFWeights, ModelShape, family_of, value_model_config
@@ -45,7 +45,7 @@ def shapes_of(name: str) -> dict[str, ModelShape]:
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_it_has_no_mistake(name: str) -> None:
     cfg = config(name)
-    assert validate_ppo(cfg, device="cuda") == []
+    assert violations_of(cfg, device="cuda") == []
     shape = ModelShape.from_config(read_config(model_of(name)))
     assert list(actor_violations(cfg, shape, device="cuda")) == []
     for role in model_roles(cfg):

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import urlsplit
 
 import yaml
 
 from scalerl.commands.data.own_rows import NO_ROWS, OWN_SUFFIXES
 from scalerl.commands.data.splits import split_of
 from scalerl.data.files import DataFile
-from scalerl.data.hub import HubError, fetch_from_hub
+from scalerl.data.hub import HubError, fetch_from_hub, hub_name
 from scalerl.data.local_copy import is_remote
-from scalerl.data.model_source import HUB
 from scalerl.data.problems import DataError
 
-# ORGANISATION/NAME, and @REVISION: a branch, a tag or a commit.
-_NAME = re.compile(r"(?P<scheme>hf://datasets/)?(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*?)(?:@(?P<revision>[\w./-]+))?")
-_PAGE = re.compile(r"/datasets/(?P<repo>[\w.-]+/[\w.-]+)(?:/tree/(?P<revision>[\w./-]+?))?/?")
 _CARD = "README.md"
 
 
@@ -40,17 +34,13 @@ class HubSet:
 
         A bare name is a path where that exists, or the folder that it begins with, or where it ends like a data file.
         """
-        for hub in filter(None, (os.environ.get("HF_ENDPOINT"), HUB)):
-            if path.startswith(f"{hub.rstrip('/')}/"):
-                page = _PAGE.fullmatch(urlsplit(path).path)
-                return cls(page["repo"], page["revision"]) if page else None
-        named = _NAME.fullmatch(path)
-        if named is None or (is_remote(path) and not named["scheme"]):
+        named, has_scheme = hub_name(path, "dataset"), is_remote(path)
+        if named is None:
             return None
         first = Path(path).expanduser().parts[0]
-        if not named["scheme"] and (Path(first).exists() or PurePosixPath(path).suffix in OWN_SUFFIXES):
+        if not has_scheme and (Path(first).exists() or PurePosixPath(path).suffix in OWN_SUFFIXES):
             return None
-        return cls(named["repo"], named["revision"])
+        return cls(*named)
 
     def files(self, argument: str, subset: str | None, suffixes: Sequence[str]) -> list[tuple[DataFile, str]]:
         """Fetches the files with the rows, and returns them with the split of each, sorted by name.

@@ -11,6 +11,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
+from scalerl.commands.data.splits import five_columns
 from scalerl.data.files import SUFFIXES, Chunk, add_bad_column, read_chunks
 from scalerl.data.problems import DataError, FileProblems, excerpt, type_name
 from scalerl.data.row_checks import check_messages
@@ -79,13 +80,7 @@ class OwnColumns:
                 problems.add("no assistant message at the end", advice, row=row, column=self.prompt)
                 return None
             answer = ""
-        return {
-            "data_source": self.data_source,
-            "prompt": messages,
-            "ability": "",
-            "reward_model": {"style": "rule", "ground_truth": answer},
-            "extra_info": {"source_row": row},
-        }
+        return five_columns(self.data_source, messages, "", answer, {"source_row": row})
 
     def _prompt(self, row: int, record: dict[str, Any], problems: FileProblems) -> list[dict[str, str]] | None:
         if self.template is not None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from scalerl.commands.data.splits import TRAIN, VAL, Rows
+from scalerl.commands.data.splits import TRAIN, VAL, Rows, five_columns, question_with
 from scalerl.data.problems import DataError
 
 NAME = "reasoning_gym"
@@ -106,11 +106,6 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _row(task: str, category: str, generated: dict[str, str], options: str, instruction: str) -> dict[str, Any]:
-    content = f"{generated['question']}\n\n{instruction}" if instruction else generated["question"]
-    return {
-        "data_source": f"{NAME}/{task}",
-        "prompt": [{"role": "user", "content": content}],
-        "ability": category,
-        "reward_model": {"style": "rule", "ground_truth": generated["answer"]},
-        "extra_info": {"task": task, "options": options, "entry": generated["entry"]},
-    }
+    messages = question_with(instruction, generated["question"])
+    extra_info = {"task": task, "options": options, "entry": generated["entry"]}
+    return five_columns(f"{NAME}/{task}", messages, category, generated["answer"], extra_info)

@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from scalerl.commands.data.own_rows import number_text
+from scalerl.commands.data.splits import five_columns, question_with
 from scalerl.data.problems import FileProblems, excerpt, type_name
 from scalerl.data.row_checks import PromptColumns, check_prompt_rows
 
@@ -40,19 +41,6 @@ def _text(record: dict[str, Any], row: int, column: str, problems: FileProblems)
     return None
 
 
-def _make_row(
-    data_source: str, ability: str, question: str, instruction: str, ground_truth: str, extra_info: dict[str, Any]
-) -> dict[str, Any]:
-    content = f"{question}\n\n{instruction}" if instruction else question
-    return {
-        "data_source": data_source,
-        "prompt": [{"role": "user", "content": content}],
-        "ability": ability,
-        "reward_model": {"style": "rule", "ground_truth": ground_truth},
-        "extra_info": extra_info,
-    }
-
-
 def _gsm8k(row: int, record: dict[str, Any], instruction: str, problems: FileProblems) -> dict[str, Any] | None:
     question, answer = (_text(record, row, column, problems) for column in ("question", "answer"))
     if question is None or answer is None:
@@ -69,7 +57,7 @@ def _gsm8k(row: int, record: dict[str, Any], instruction: str, problems: FilePro
         problems.add(problem, "write the number, or leave the row out", row=row, column="answer", value=excerpt(truth))
         return None
     extra_info = {"question": question, "answer": answer}
-    return _make_row("openai/gsm8k", "math", question, instruction, truth, extra_info)
+    return five_columns("openai/gsm8k", question_with(instruction, question), "math", truth, extra_info)
 
 
 def _is_number(truth: str) -> bool:
@@ -104,7 +92,8 @@ def _math(row: int, record: dict[str, Any], instruction: str, problems: FileProb
         "level": str(record.get("level") or ""),
         "subject": str(record.get("subject") or record.get("type") or ""),
     }
-    return _make_row("DigitalLearningGmbH/MATH-lighteval", "math", question, instruction, truth.strip(), extra_info)
+    messages = question_with(instruction, question)
+    return five_columns("DigitalLearningGmbH/MATH-lighteval", messages, "math", truth.strip(), extra_info)
 
 
 def answer_of_solution(text: str) -> str | None:
@@ -139,13 +128,8 @@ def _dapo(row: int, record: dict[str, Any], instruction: str, problems: FileProb
         problems.add(problem, "restore the original file", row=row, column="reward_model")
         return None
     messages = [{"role": message["role"], "content": message["content"]} for message in fields.messages]
-    return {
-        "data_source": fields.data_source,
-        "prompt": messages,
-        "ability": record["ability"].lower(),
-        "reward_model": {"style": "rule", "ground_truth": fields.ground_truth},
-        "extra_info": {"original_index": str(fields.extra_info.get("index", ""))},
-    }
+    extra_info = {"original_index": str(fields.extra_info.get("index", ""))}
+    return five_columns(fields.data_source, messages, record["ability"].lower(), fields.ground_truth, extra_info)
 
 
 SOURCES = {

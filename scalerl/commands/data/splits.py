@@ -109,6 +109,24 @@ def _rank(row: dict[str, Any], seed: int) -> str:
     return hashlib.sha256(f"{seed} {_key(row)}".encode()).hexdigest()
 
 
+def five_columns(
+    data_source: str, messages: list[dict[str, str]], ability: str, ground_truth: str, extra_info: dict[str, Any]
+) -> dict[str, Any]:
+    """A row with the five columns, scored by a rule."""
+    return {
+        "data_source": data_source,
+        "prompt": messages,
+        "ability": ability,
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "extra_info": extra_info,
+    }
+
+
+def question_with(instruction: str, question: str) -> list[dict[str, str]]:
+    """The messages of a question, with the instruction behind it; "": none."""
+    return [{"role": "user", "content": f"{question}\n\n{instruction}" if instruction else question}]
+
+
 def schema_of(rows: list[dict[str, Any]]) -> pa.Schema:
     """The schema of rows with the five columns, or of conversations.
 

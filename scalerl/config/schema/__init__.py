@@ -29,9 +29,9 @@ from scalerl.config.schema.ppo import PPOConfig
 from scalerl.config.schema.reward import (
     CustomRewardFunctionConfig,
     JudgeConfig,
-    JudgeModelConfig,
     OverlongBufferConfig,
     RewardModelConfig,
+    ScoringModelConfig,
 )
 from scalerl.config.schema.rollout import ProgramConfig, RolloutConfig, ServerConfig
 from scalerl.config.schema.trainer import (
@@ -58,7 +58,6 @@ __all__ = [
     "EvalConfig",
     "GenerationConfig",
     "JudgeConfig",
-    "JudgeModelConfig",
     "KLControlConfig",
     "Kind",
     "LaunchConfig",
@@ -78,6 +77,7 @@ __all__ = [
     "SFTConfig",
     "SFTDataConfig",
     "SFTTrainerConfig",
+    "ScoringModelConfig",
     "ServerConfig",
     "SlurmConfig",
     "TrainerConfig",

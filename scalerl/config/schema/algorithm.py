@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from scalerl.config.correction import IS_LEVELS, RS_OPTIONS, correction_violations
+from scalerl.config.correction import IS_LEVELS, RS_OPTIONS, is_bounds, rs_bounds
 from scalerl.config.schema.fields import Place, check, key
 from scalerl.config.value_checks import KL_KIND, TEXT, THRESHOLD, UNIT, above, at_least, one_of, or_null, show, some_of
 
@@ -32,13 +32,36 @@ class RolloutCorrectionConfig:
     # Take the sampler's log-probs as old_logprobs, without a pass of the trainer; excludes weights and rejection.
     bypass_mode: bool = False
 
-    @check()
-    def thresholds_and_tests(self, at: Place) -> Iterator[str]:
-        others = {"rollout_is_batch_normalize": ("rollout_is",), "rollout_rs_threshold": ("rollout_rs",)}
-        for text in correction_violations(self, prefix=at.prefix.rstrip(".")):
-            name = text.removeprefix(at.prefix).partition(" = ")[0]
-            if at.knows(at(name), *map(at, others.get(name, ("bypass_mode",)))):
-                yield text
+    @check("rollout_is_threshold")
+    def bounds_of_weights(self, at: Place) -> Iterator[str]:
+        try:
+            is_bounds(self)
+        except ValueError as error:
+            yield str(error)
+
+    @check("rollout_rs", "rollout_rs_threshold")
+    def bounds_of_tests(self, at: Place) -> Iterator[str]:
+        try:
+            rs_bounds(self)
+        except ValueError as error:
+            yield str(error)
+
+    @check("rollout_is_batch_normalize", "rollout_is")
+    def weights_to_normalize(self, at: Place) -> Iterator[str]:
+        if self.rollout_is_batch_normalize and self.rollout_is is None:
+            yield (
+                f"{at('rollout_is_batch_normalize')} = true: there are no weights; set {at('rollout_is')}=token, or "
+                f"{at('rollout_is_batch_normalize')}=false"
+            )
+
+    @check("bypass_mode")
+    def nothing_to_correct(self, at: Place) -> Iterator[str]:
+        for name in ("rollout_is", "rollout_rs", "rollout_token_veto_threshold"):
+            if self.bypass_mode and getattr(self, name) is not None and at.knows(at(name)):
+                yield (
+                    f"{at(name)} = {show(getattr(self, name))}: {at('bypass_mode')} takes the sampler's log-probs for "
+                    f"the trainer's, so that every ratio is 1; set {at(name)}=null, or {at('bypass_mode')}=false"
+                )
 
 
 @dataclass

@@ -9,17 +9,17 @@ from typing import Literal
 from scalerl.config.layout import DEVICE_KEYS, LayoutSizes, alignment_keys, layout_keys, tokens_needed
 from scalerl.config.layout_checks import flash_attention_violations, whole_copies
 from scalerl.config.schema.data import EvalDataConfig, GenerationDataConfig, SFTDataConfig
+from scalerl.config.schema.devices import DevicesConfig
 from scalerl.config.schema.fields import Place, check
 from scalerl.config.schema.launch import LaunchConfig
 from scalerl.config.schema.model import MegatronConfig, ModelConfig, OptimConfig
 from scalerl.config.schema.ppo import PPOConfig
-from scalerl.config.schema.reward import CustomRewardFunctionConfig, EvalRewardConfig
+from scalerl.config.schema.reward import CustomRewardFunctionConfig, RewardManagerConfig
 from scalerl.config.schema.rollout import GenerationRolloutConfig
 from scalerl.config.schema.trainer import (
     BEST_METRIC,
-    EvalTrainerConfig,
-    GenerationTrainerConfig,
     SFTTrainerConfig,
+    UserFilesConfig,
     best_checkpoint_violations,
 )
 from scalerl.config.servers import ReplicaRoom, replica_violations
@@ -92,7 +92,7 @@ class GenerationConfig:
     data: GenerationDataConfig = field(default_factory=GenerationDataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     rollout: GenerationRolloutConfig = field(default_factory=GenerationRolloutConfig)
-    trainer: GenerationTrainerConfig = field(default_factory=GenerationTrainerConfig)
+    trainer: DevicesConfig = field(default_factory=DevicesConfig)
 
     @check("data.n_samples", "rollout.temperature")
     def greedy_once(self, at: Place) -> Iterator[str]:
@@ -115,8 +115,8 @@ class EvalConfig:
 
     data: EvalDataConfig = field(default_factory=EvalDataConfig)
     custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
-    reward_model: EvalRewardConfig = field(default_factory=EvalRewardConfig)
-    trainer: EvalTrainerConfig = field(default_factory=EvalTrainerConfig)
+    reward_model: RewardManagerConfig = field(default_factory=RewardManagerConfig)
+    trainer: UserFilesConfig = field(default_factory=UserFilesConfig)
 
 
 Kind = Literal["ppo", "sft", "generation", "eval", "launch"]

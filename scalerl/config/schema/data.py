@@ -127,9 +127,10 @@ class ResponseFilesConfig(FilesConfig):
 
     # One path or URL, or a list of them (parquet, json, jsonl).
     path: Any = key(MISSING, FILES)
-    # Column with a list of {"role", "content"}.
+    # Column with a list of {"role", "content"}; `scalerl eval` does without it.
     prompt_key: str = key(DataConfig.prompt_key, TEXT)
-    # Column that is added: a list of responses for each prompt.
+    # Column with a list of responses for each prompt, which `scalerl generate` adds; `scalerl eval` takes one response,
+    # too.
     response_key: str = key("responses", TEXT)
 
 
@@ -162,12 +163,6 @@ class GenerationDataConfig(ResponseFilesConfig, ChatConfig):
 class EvalDataConfig(ResponseFilesConfig):
     """`data` of `scalerl eval`."""
 
-    # One path or URL, or a list of them (parquet, json, jsonl): what `scalerl generate` wrote, or the like.
-    path: Any = ResponseFilesConfig.path
-    # Column with the prompt's messages, for reward managers that look at them; may be missing.
-    prompt_key: str = ResponseFilesConfig.prompt_key
-    # Column with a list of responses, or with one response.
-    response_key: str = ResponseFilesConfig.response_key
     # Column whose value picks the reward rule and groups the metrics.
     data_source_key: str = key("data_source", TEXT)
     # Column with {"ground_truth": ...}.

@@ -60,9 +60,10 @@ class DevicesConfig:
 
 @dataclass
 class ResourcePoolConfig:
-    """Devices that one role has for itself."""
+    """Devices that one role, or its servers, have for themselves."""
 
-    # Nodes whose devices are this role's alone; 0: it shares the actor's devices, processes and layout.
+    # Nodes whose devices are this section's alone; 0: none. A role without any shares the actor's devices, processes
+    # and layout, and the policy's servers share the trainer's devices; a judge needs some.
     nnodes: int = key(0, at_least(0))
     # Devices (on CPU: processes) per node of that pool.
     n_gpus_per_node: int = key(same_as("trainer.n_gpus_per_node"), at_least(1))
@@ -71,19 +72,3 @@ class ResourcePoolConfig:
     def num_devices(self) -> int:
         """The number of devices of all nodes; on a CPU, of processes."""
         return self.nnodes * self.n_gpus_per_node
-
-
-@dataclass
-class RolloutPoolConfig(ResourcePoolConfig):
-    """Devices that the policy's servers have for themselves."""
-
-    # Nodes whose devices are the servers' alone; 0: they share the trainer's.
-    nnodes: int = ResourcePoolConfig.nnodes
-
-
-@dataclass
-class JudgePoolConfig(ResourcePoolConfig):
-    """Devices that the judge's servers have for themselves."""
-
-    # Nodes whose devices are the judge's alone; required with judge.enable.
-    nnodes: int = ResourcePoolConfig.nnodes

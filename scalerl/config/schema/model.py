@@ -51,14 +51,6 @@ class ModelConfig(ModelCodeConfig):
 
 
 @dataclass
-class OptionalModelConfig(ModelCodeConfig):
-    """The keys of a model that a run may do without."""
-
-    # Directory of the model.
-    path: str | None = key(None, or_null(TEXT))
-
-
-@dataclass
 class OptimConfig:
     """The optimizer, Adam with decoupled weight decay, and its learning rate."""
 
@@ -227,23 +219,16 @@ class MegatronConfig:
     @check("cp_comm_type", "context_parallel_size", "trainer.device")
     def attention_of_the_machine(self, at: Place) -> Iterator[str]:
         if at.device is not None and (at.is_here or at.device == "cpu"):
+            kind, prefix, version = self.cp_comm_type, at.prefix.rstrip("."), transformer_engine_version()
             yield from transformer_engine_violations(
-                self.cp_comm_type,
-                self.context_parallel_size,
-                prefix=at.prefix.rstrip("."),
-                device=at.device,
-                version=transformer_engine_version(),
+                kind, self.context_parallel_size, prefix=prefix, device=at.device, version=version
             )
 
     @check("moe_experts_impl", "trainer.device")
     def experts_of_the_machine(self, at: Place) -> Iterator[str]:
         if at.device is not None and (at.is_here or at.device == "cpu"):
-            yield from expert_violations(
-                self.moe_experts_impl,
-                prefix=at.prefix.rstrip("."),
-                device=at.device,
-                version=transformer_engine_version(),
-            )
+            prefix, version = at.prefix.rstrip("."), transformer_engine_version()
+            yield from expert_violations(self.moe_experts_impl, prefix=prefix, device=at.device, version=version)
 
 
 @dataclass

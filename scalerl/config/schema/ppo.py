@@ -29,7 +29,7 @@ from scalerl.config.names import (
     REWARD_MANAGERS,
     ROLLOUT,
 )
-from scalerl.config.roles import ModelRole, all_model_roles, different_sizes, uses_critic
+from scalerl.config.roles import all_model_roles, different_sizes, model_roles, uses_critic
 from scalerl.config.schema.actor import ActorConfig, CriticConfig, RefConfig
 from scalerl.config.schema.algorithm import AlgorithmConfig
 from scalerl.config.schema.data import DataConfig
@@ -121,35 +121,58 @@ class PPOConfig:
 
     # Batches
 
-    @check(_TRAIN, _MINI)
+    @check(_TRAIN)
     def mini_batches_divide_the_batch(self, at: Place) -> Iterator[str]:
-        prompts, mini = self.data.train_batch_size, self.actor_rollout_ref.actor.ppo_mini_batch_size
-        if prompts % mini:
-            yield (
-                f"{_MINI} = {mini}: must divide {_TRAIN} = {prompts}; set {_MINI}={nearest(mini, divisors(prompts))}, "
-                f"or {_TRAIN}={nearest_multiples(prompts, mini)}"
-            )
+        prompts = self.data.train_batch_size
+        mini_batches = {_MINI: self.actor_rollout_ref.actor.ppo_mini_batch_size}
+        if at.knows(_ESTIMATOR) and uses_critic(self) and self.critic.ppo_mini_batch_size != mini_batches[_MINI]:
+            mini_batches[_CRITIC_MINI] = self.critic.ppo_mini_batch_size
+        for key, mini in mini_batches.items():
+            if at.knows(key) and prompts % mini:
+                yield (
+                    f"{key} = {mini}: must divide {_TRAIN} = {prompts}; set {key}={nearest(mini, divisors(prompts))}, "
+                    f"or {_TRAIN}={nearest_multiples(prompts, mini)}"
+                )
 
-    @check(_MINI, f"{ROLLOUT}.n", *layout_keys(f"{ACTOR}.megatron", "trainer"))
-    def mini_batch_feeds_ranks(self, at: Place) -> Iterator[str]:
-        policy = self.actor_rollout_ref
-        mini, n = policy.actor.ppo_mini_batch_size, policy.rollout.n
-        needed, ranks = LayoutSizes.of(policy.actor.megatron, self.trainer.num_devices).fewest_samples
-        if mini * n < needed:
-            yield (
-                f"{_MINI} x {ROLLOUT}.n = {mini} x {n} = {mini * n} samples: must be at least the {ranks}; set "
-                f"{_MINI}={math.ceil(needed / n)} or more, or train on fewer devices"
-            )
+    @check(f"{ROLLOUT}.n", *DEVICE_KEYS)
+    def mini_batches_feed_ranks(self, at: Place) -> Iterator[str]:
+        actor, n, told = self.actor_rollout_ref.actor, self.actor_rollout_ref.rollout.n, set()
+        layout = LayoutSizes.of(actor.megatron, self.trainer.num_devices)
+        models = [(_MINI, actor.ppo_mini_batch_size, layout, layout_keys(f"{ACTOR}.megatron", "trainer"))]
+        for role in model_roles(self) if at.knows(*_ROLES) else ():
+            if role.name == "critic":
+                keys = layout_keys("critic.megatron", "critic.resource_pool")
+                models.append((_CRITIC_MINI, self.critic.ppo_mini_batch_size, role.layout(self), keys))
+        for key, mini, layout, keys in models:
+            if not at.knows(key, *keys):
+                continue
+            needed, ranks = layout.fewest_samples
+            # A critic with the actor's number on as many ranks follows the actor.
+            if mini * n < needed and (mini, needed) not in told:
+                told.add((mini, needed))
+                yield (
+                    f"{key} x {ROLLOUT}.n = {mini} x {n} = {mini * n} samples: must be at least the {ranks}; set "
+                    f"{key}={math.ceil(needed / n)} or more, or train on fewer devices"
+                )
 
-    @check(*LONGEST_SAMPLE_KEYS, f"{ACTOR}.max_tokens_per_micro_batch", *alignment_keys(f"{ACTOR}.megatron"))
+    @check(*LONGEST_SAMPLE_KEYS)
     def longest_sample_fits(self, at: Place) -> Iterator[str]:
-        actor, longest = self.actor_rollout_ref.actor, longest_sample(self)
-        key, needed = f"{ACTOR}.max_tokens_per_micro_batch", tokens_needed(longest, actor.megatron)
-        if actor.max_tokens_per_micro_batch < needed:
-            yield (
-                f"{key} = {actor.max_tokens_per_micro_batch}: must hold the longest sample, {LONGEST_SAMPLE} = "
-                f"{longest}; set {key}={needed} or more"
-            )
+        actor, longest, told = self.actor_rollout_ref.actor, longest_sample(self), set()
+        models = [(ACTOR, actor.max_tokens_per_micro_batch, actor.megatron)]
+        if at.knows(*_ROLES):
+            models += [(role.section, role.max_tokens_per_micro_batch, role.megatron) for role in model_roles(self)]
+        for section, tokens, megatron in models:
+            key = f"{section}.max_tokens_per_micro_batch"
+            if not at.knows(key, *alignment_keys(f"{section}.megatron")):
+                continue
+            needed = tokens_needed(longest, megatron)
+            # A role with the actor's number on the actor's layout follows the actor.
+            if tokens < needed and (tokens, needed) not in told:
+                told.add((tokens, needed))
+                yield (
+                    f"{key} = {tokens}: must hold the longest sample, {LONGEST_SAMPLE} = {longest}; set {key}={needed} "
+                    "or more"
+                )
 
     # Servers
 
@@ -292,48 +315,28 @@ class PPOConfig:
     # Reference, critic and reward model
 
     @check(*_ROLES)
-    def roles_on_devices_of_the_actor(self, at: Place) -> Iterator[str]:
+    def roles_on_their_devices(self, at: Place) -> Iterator[str]:
         actor = self.actor_rollout_ref.actor.megatron
         for role in all_model_roles(self):
-            pool, keys = f"{role.section}.resource_pool", layout_keys(f"{role.section}.megatron", ACTOR)
-            if not role.active or role.has_own_pool or not at.knows(pool, f"{ACTOR}.megatron", *keys):
-                continue
-            for size in different_sizes(role, actor):
-                yield (
-                    f"{role.section}.megatron.{size} = {show(getattr(role.megatron, size))}: shares the actor's "
-                    f"processes, whose {ACTOR}.megatron.{size} is {show(getattr(actor, size))}; set it to that, or "
-                    f"give the {role.section} separate devices with {pool}.nnodes=1"
-                )
-
-    @check(*_ROLES)
-    def roles_on_devices_of_their_own(self, at: Place) -> Iterator[str]:
-        for role in all_model_roles(self):
             pool, megatron = f"{role.section}.resource_pool", f"{role.section}.megatron"
-            if not role.has_own_pool or not at.knows(*layout_keys(megatron, pool)):
-                continue
-            if role.active:
-                yield from whole_copies(role.megatron, role.pool, megatron, pool)
-            elif not self._may_have_critic(role):
-                path = "" if role.model_path else f" and {role.section}.model.path=DIRECTORY"
+            # Whether a user's own estimator asks for a critic is known once its file is imported.
+            may_be_active = role.name == "critic" and self.algorithm.adv_estimator not in ESTIMATORS
+            if role.has_own_pool and at.knows(*layout_keys(megatron, pool)):
+                if role.active:
+                    yield from whole_copies(role.megatron, role.pool, megatron, pool)
+                elif not may_be_active:
+                    path = "" if role.model_path else f" and {role.section}.model.path=DIRECTORY"
+                    yield (
+                        f"{pool}.nnodes = {role.pool.nnodes}: has no effect, this run has no {role.section}; set "
+                        f"{role.switch}{path}, or {pool}.nnodes=0"
+                    )
+            keys = layout_keys(megatron, ACTOR)
+            shares = role.active and not role.has_own_pool and at.knows(pool, f"{ACTOR}.megatron", *keys)
+            for size in different_sizes(role, actor) if shares else ():
                 yield (
-                    f"{pool}.nnodes = {role.pool.nnodes}: has no effect, this run has no {role.section}; set "
-                    f"{role.switch}{path}, or {pool}.nnodes=0"
-                )
-
-    @check(*_ROLES, *LONGEST_SAMPLE_KEYS)
-    def longest_sample_fits_every_role(self, at: Place) -> Iterator[str]:
-        actor, longest = self.actor_rollout_ref.actor, longest_sample(self)
-        for role in all_model_roles(self):
-            key, megatron = f"{role.section}.max_tokens_per_micro_batch", f"{role.section}.megatron"
-            if not role.active or not at.knows(key, *alignment_keys(megatron)):
-                continue
-            tokens, needed = role.max_tokens_per_micro_batch, tokens_needed(longest, role.megatron)
-            # The actor's number on the actor's layout is checked by the actor's own check.
-            same = tokens == actor.max_tokens_per_micro_batch and not different_sizes(role, actor.megatron)
-            if tokens < needed and not same:
-                yield (
-                    f"{key} = {tokens}: must hold the longest sample, {LONGEST_SAMPLE} = {longest}; set {key}={needed} "
-                    "or more"
+                    f"{megatron}.{size} = {show(getattr(role.megatron, size))}: shares the actor's processes, whose "
+                    f"{ACTOR}.megatron.{size} is {show(getattr(actor, size))}; set it to that, or give the "
+                    f"{role.section} separate devices with {pool}.nnodes=1"
                 )
 
     @check("actor_rollout_ref.ref.model_path", *_KL_SWITCHES)
@@ -343,29 +346,6 @@ class PPOConfig:
             yield (
                 f"actor_rollout_ref.ref.model_path = {path}: has no effect when {' and '.join(_KL_SWITCHES)} are "
                 f"false; set {_KL_SWITCHES[0]}=true or {_KL_SWITCHES[1]}=true, or actor_rollout_ref.ref.model_path=null"
-            )
-
-    @check(_ESTIMATOR, _TRAIN, _MINI, _CRITIC_MINI)
-    def critic_mini_batches_divide_the_batch(self, at: Place) -> Iterator[str]:
-        prompts, mini = self.data.train_batch_size, self.critic.ppo_mini_batch_size
-        if uses_critic(self) and mini != self.actor_rollout_ref.actor.ppo_mini_batch_size and prompts % mini:
-            yield (
-                f"{_CRITIC_MINI} = {mini}: must divide {_TRAIN} = {prompts}; set "
-                f"{_CRITIC_MINI}={nearest(mini, divisors(prompts))}"
-            )
-
-    @check(_ESTIMATOR, f"{ROLLOUT}.n", _MINI, _CRITIC_MINI, *layout_keys("critic.megatron", "critic.resource_pool"))
-    def critic_mini_batch_feeds_ranks(self, at: Place) -> Iterator[str]:
-        role = next(role for role in all_model_roles(self) if role.name == "critic")
-        mini, n, layout = self.critic.ppo_mini_batch_size, self.actor_rollout_ref.rollout.n, role.layout(self)
-        if not role.active or not at.knows(*DEVICE_KEYS) or layout.world_size % layout.copy_size:
-            return
-        needed, ranks = layout.fewest_samples
-        same = mini == self.actor_rollout_ref.actor.ppo_mini_batch_size and not role.has_own_pool
-        if mini * n < needed and not same:
-            yield (
-                f"{_CRITIC_MINI} x {ROLLOUT}.n = {mini} x {n} = {mini * n} samples: must be at least the {ranks} of "
-                f"the critic; set {_CRITIC_MINI}={math.ceil(needed / n)} or more, or give the critic fewer devices"
             )
 
     @check("trainer.critic_warmup", _ESTIMATOR)
@@ -386,10 +366,6 @@ class PPOConfig:
                 f"{', '.join(idle)}: no effect, as validations are greedy; set {section}.do_sample=true for samples, "
                 "or false to say so"
             )
-
-    def _may_have_critic(self, role: ModelRole) -> bool:
-        """Whether a user's own estimator may ask for a critic: this is known once its file is imported."""
-        return role.name == "critic" and self.algorithm.adv_estimator not in ESTIMATORS
 
     def sections_without_checks(self) -> set[str]:
         """Sections of models that this run does not have, and those with the values of the actor's section."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scalerl.config.names import REWARD_MANAGERS
-from scalerl.config.schema.devices import JudgePoolConfig, ResourcePoolConfig
+from scalerl.config.schema.devices import ResourcePoolConfig
 from scalerl.config.schema.fields import Place, check, key, same_as, share
-from scalerl.config.schema.model import MegatronConfig, MicroBatchConfig, OptionalModelConfig, as_actor
+from scalerl.config.schema.model import MegatronConfig, MicroBatchConfig, ModelCodeConfig, as_actor
 from scalerl.config.schema.rollout import ServerConfig
 from scalerl.config.servers import ReplicaRoom, replica_violations
 from scalerl.config.value_checks import FINITE, NOT_ZERO, PATTERN, TEXT, WEIGHTS, above, at_least, one_of, or_null
@@ -29,20 +29,12 @@ class CustomRewardFunctionConfig:
 
 
 @dataclass
-class ScoringModelConfig(OptionalModelConfig):
-    """The files of a reward model."""
+class ScoringModelConfig(ModelCodeConfig):
+    """The files of a reward model or of a judge."""
 
-    # Directory of a model with a score head of one number (architectures *ForSequenceClassification) and the policy's
-    # tokenizer; required with reward_model.enable.
-    path: str | None = OptionalModelConfig.path
-
-
-@dataclass
-class JudgeModelConfig(OptionalModelConfig):
-    """The files of a judge."""
-
-    # Directory of a language model, with a tokenizer and chat template of its own; required with judge.enable.
-    path: str | None = OptionalModelConfig.path
+    # Directory of the model; required with enable. A reward model has a score head of one number (architectures
+    # *ForSequenceClassification) and the policy's tokenizer; a judge has a tokenizer and a chat template.
+    path: str | None = key(None, or_null(TEXT))
 
 
 @dataclass
@@ -51,7 +43,7 @@ class JudgeConfig(ServerConfig):
 
     # Score the samples of prompts whose reward_model.style is "judge" by what a language model writes of them.
     enable: bool = False
-    model: JudgeModelConfig = field(default_factory=JudgeModelConfig)
+    model: ScoringModelConfig = field(default_factory=ScoringModelConfig)
     # Text file, the judge's question: {prompt}, {response} and {ground_truth} stand for those of the sample, and
     # {response} must be there. null: scalerl's own (docs/rewards.md).
     prompt_path: str | None = key(None, or_null(TEXT))
@@ -71,9 +63,7 @@ class JudgeConfig(ServerConfig):
     keep_text: bool = False
     # 0: greedy.
     temperature: float = key(0.0, at_least(0))
-    # null: as many as fit on resource_pool.
-    num_replicas: int | None = ServerConfig.num_replicas
-    resource_pool: JudgePoolConfig = field(default_factory=JudgePoolConfig)
+    resource_pool: ResourcePoolConfig = field(default_factory=ResourcePoolConfig)
 
     @check("enable", "model", "resource_pool")
     def model_and_devices(self, at: Place) -> Iterator[str]:
@@ -178,12 +168,3 @@ class RewardModelConfig(MicroBatchConfig, RewardManagerConfig):
                 f"{at('overlong_buffer.enable')} = true: has no effect when {at('reward_manager')} = {manager}; set "
                 f"{at('reward_manager')}=dapo, or {at('overlong_buffer.enable')}=false"
             )
-
-
-@dataclass
-class EvalRewardConfig(RewardManagerConfig):
-    """`reward_model` of `scalerl eval`."""
-
-    # stop: a reward function that raises, hangs or returns NaN ends the program. zero: the response counts as wrong
-    # and is counted.
-    on_error: str = RewardManagerConfig.on_error

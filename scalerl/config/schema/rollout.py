@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scalerl.config.names import GROUP_ESTIMATORS
-from scalerl.config.schema.devices import RolloutPoolConfig
+from scalerl.config.schema.devices import ResourcePoolConfig
 from scalerl.config.schema.fields import Place, by_value, check, key
 from scalerl.config.servers import ROLLOUT_ENGINES
 from scalerl.config.value_checks import (
@@ -61,7 +61,8 @@ class ServerConfig(SamplingConfig):
     seed: int = key(42, at_least(0))
     # Devices of one replica: of one node, or all devices of several nodes (sglang).
     tensor_model_parallel_size: int = key(1, at_least(1))
-    # null: as many as fit on the servers' devices.
+    # null: as many as fit on the servers' devices (those of resource_pool, else of the trainer) at
+    # tensor_model_parallel_size.
     num_replicas: int | None = key(None, or_null(at_least(1)))
     dtype: str = key("bfloat16", DTYPE)
     # Share of the GPU's memory, of what is free when the server starts, for its weights and KV cache.
@@ -102,8 +103,6 @@ class RolloutConfig(ServerConfig):
     n: int = key(by_value("algorithm.adv_estimator", GROUP_ESTIMATORS, 8, 1), at_least(1))
     # Generate max_response_length tokens, even where the response ends earlier.
     ignore_eos: bool = False
-    # null: as many as fit on the trainer's devices (world size / tensor_model_parallel_size), or on resource_pool.
-    num_replicas: int | None = ServerConfig.num_replicas
     # Processes that ask the servers, score samples and hold their tokens, each with its share of servers and prompts.
     # No number of a run depends on how many they are. null: one for every 8 replicas.
     num_workers: int | None = key(None, or_null(at_least(1)))
@@ -115,7 +114,7 @@ class RolloutConfig(ServerConfig):
     # keep them).
     free_cache_engine: bool = True
     # The servers' own devices; required with hybrid_engine=false.
-    resource_pool: RolloutPoolConfig = field(default_factory=RolloutPoolConfig)
+    resource_pool: ResourcePoolConfig = field(default_factory=ResourcePoolConfig)
     # MB of the buffer through which weights go to the servers.
     update_weights_bucket_megabytes: int = key(512, at_least(1))
     # How weights reach the servers. shared: through the memory of the devices that trainer and servers share;
@@ -155,5 +154,3 @@ class GenerationRolloutConfig(ServerConfig):
     prompt_length: int = key(1024, at_least(1))
     # Tokens of a response.
     response_length: int = key(1024, at_least(1))
-    # null: as many as fit on the devices (trainer.nnodes x n_gpus_per_node / tensor_model_parallel_size).
-    num_replicas: int | None = ServerConfig.num_replicas

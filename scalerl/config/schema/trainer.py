@@ -274,16 +274,3 @@ class SFTTrainerConfig(RunConfig):
     max_actor_ckpt_to_keep: int | None = 1
     # Which best_ckpt_metric is the better one: max or min.
     best_ckpt_mode: str = "min"
-
-
-@dataclass
-class GenerationTrainerConfig(DevicesConfig):
-    """`trainer` of `scalerl generate`."""
-
-    # Seconds that starting the servers may take before the run stops.
-    timeout_s: float = DevicesConfig.timeout_s
-
-
-@dataclass
-class EvalTrainerConfig(UserFilesConfig):
-    """`trainer` of `scalerl eval`."""

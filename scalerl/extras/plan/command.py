@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from scalerl.config import ConfigError, PPOConfig, SFTConfig, composed, model_roles, validate_ppo, validate_sft
+from scalerl.config import ConfigError, PPOConfig, SFTConfig, composed, model_roles, violations_of
 from scalerl.config.value_checks import DEVICE_MEMORY_LIMIT
 from scalerl.data.model_source import model_directory
 from scalerl.errors import UserError
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
     on_cpu = cfg.trainer.device == "cpu"
     device = "cpu" if on_cpu else "cuda"
-    if broken := validate_sft(cfg, device=device) if kind == "sft" else validate_ppo(cfg, device=device):
+    if broken := violations_of(cfg, device=device):
         raise ConfigError(broken)
     shapes = shapes_of(cfg)
     plan, violations = checked_plan(cfg, shapes, known_memory(cfg.trainer, "cpu"), on_cpu=on_cpu)

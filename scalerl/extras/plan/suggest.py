@@ -6,12 +6,13 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from scalerl.config import PPOConfig, SFTConfig, model_roles, validate_ppo, validate_sft
+from scalerl.config import PPOConfig, SFTConfig, model_roles, violations_of
 from scalerl.config.layout import longest_sample, tokens_needed
 from scalerl.config.layout_checks import server_violations
 from scalerl.config.names import ACTOR, ROLLOUT
 from scalerl.config.schema import MegatronConfig
 from scalerl.config.servers import ReplicaRoom
+from scalerl.config.value_checks import show
 from scalerl.extras.plan.plan import memory_plan
 from scalerl.models import ModelShape
 
@@ -33,8 +34,7 @@ def fitting_changes(
 
     def fits(change: Change) -> bool:
         config, device = _changed(cfg, change), "cpu" if on_cpu else "cuda"
-        is_sft = isinstance(config, SFTConfig)
-        if validate_sft(config, device=device) if is_sft else validate_ppo(config, device=device):
+        if violations_of(config, device=device):
             return False
         try:
             return not memory_plan(config, shapes, memory_bytes=memory_bytes, on_cpu=on_cpu).problems()
@@ -58,8 +58,7 @@ def fitting_changes(
 
 def _text(change: Change) -> str:
     """The change as a user writes it."""
-    values = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in change.items()}
-    return " ".join(f"{key}={value.replace(' ', '').replace(chr(39), '')}" for key, value in values.items())
+    return " ".join(f"{key}={show(value)}" for key, value in change.items())
 
 
 def _changed(cfg: Config, change: Change) -> Config:

@@ -9,11 +9,10 @@ from typing import Any, Literal
 
 from scalerl.base.user_code import import_file, import_files
 from scalerl.config import PPOConfig, SFTConfig
-from scalerl.config.compose import Composed
+from scalerl.config.compose import Composed, value_at
 from scalerl.config.errors import ConfigError, ErrorCollector
 from scalerl.config.names import ESTIMATORS, POLICY_LOSSES, REWARD_MANAGERS
 from scalerl.config.partial_config import OVERRIDES, PLACEHOLDER
-from scalerl.config.validate import value_at
 from scalerl.trainer.console_texts import run_directory_violation
 from scalerl.trainer.run_name import named
 
@@ -77,15 +76,16 @@ def _dicts(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[s
 
 
 def _look_for_models(errors: ErrorCollector, cfg: PPOConfig | SFTConfig) -> None:
+    from scalerl.data.hub import hub_name
     from scalerl.data.local_copy import is_remote
-    from scalerl.data.model_source import hub_name, model_directory, model_keys
+    from scalerl.data.model_source import model_directory, model_keys
 
     paths: dict[str, str] = {}
     for section, name, key in model_keys(cfg):
         # Roles often begin as the same model.
         paths.setdefault(getattr(section, name), key)
     for path, key in paths.items():
-        may_be_fetched = is_remote(path) or hub_name(path) is not None
+        may_be_fetched = is_remote(path) or hub_name(path, "model") is not None
         if path != PLACEHOLDER and (Path(path).expanduser().is_dir() or not may_be_fetched):
             errors.attempt(lambda path=path, key=key: model_directory(path, key))
 

@@ -13,8 +13,7 @@ from scalerl.config import (
     decay_to_the_end,
     too_few_conversations,
     too_few_prompts,
-    validate_ppo,
-    validate_sft,
+    violations_of,
 )
 from scalerl.config.errors import ErrorCollector
 from scalerl.config.schema.trainer import BEST_METRIC
@@ -87,7 +86,7 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
     fetch_models(cfg, errors.attempt)
     # Before the rules, which depend on the names that the user's files register.
     code = load_code(errors, cfg)
-    broken = validate_ppo(cfg, device=device)
+    broken = violations_of(cfg, device=device)
     errors.violations.extend(broken)
     check_megatron_fields(errors, cfg, device if runs_here else None)
     tokenizer = check_tokenizer(errors, cfg)
@@ -133,7 +132,7 @@ def check_sft(cfg: SFTConfig, device: str | None = None, *, digests: bool = True
     device = device or check_machine(errors, cfg)
     fetch_models(cfg, errors.attempt)
     import_user_files(errors, cfg.trainer)
-    broken = validate_sft(cfg, device=device)
+    broken = violations_of(cfg, device=device)
     errors.violations.extend(broken)
     errors.violations.extend(_best_metric_violations(cfg))
     check_megatron_fields(errors, cfg, device if runs_here else None)

@@ -416,7 +416,7 @@ def test_the_bounds_of_a_ratio_are_not_those_of_its_inverse():
         ({"cu_seqlens": torch.tensor([0, 9])}, "at most the 5 tokens"),
         ({"cu_seqlens": torch.tensor([1, 5])}, "from 1 to 5"),
         ({"cu_seqlens": torch.tensor([0, 4, 2, 5])}, "must rise"),
-        ({"config": RolloutCorrectionConfig(rollout_is="tokens")}, "algorithm.rollout_correction.rollout_is = tokens"),
+        ({"config": RolloutCorrectionConfig(rollout_is="tokens")}, "rollout_is='tokens': no such level"),
     ],
 )
 def test_bad_input_says_what_is_wrong(change, message):

@@ -8,14 +8,19 @@ from pathlib import Path
 import pytest
 
 from scalerl.config import compose
-from scalerl.config.correction import RS_OPTIONS, correction_violations, corrects, is_bounds, rs_bounds
-from scalerl.config.schema import RolloutCorrectionConfig
+from scalerl.config.correction import RS_OPTIONS, corrects, is_bounds, rs_bounds
+from scalerl.config.names import CORRECTION
+from scalerl.config.schema import RolloutCorrectionConfig, domain_violations
+from scalerl.config.schema.fields import Place, broken_checks
 
 DOC = Path(__file__).parents[3] / "docs" / "configuration.md"
 
 
 def violations(**keys) -> list[str]:
-    return correction_violations(RolloutCorrectionConfig(**keys), prefix="p")
+    config, prefix = RolloutCorrectionConfig(**keys), f"{CORRECTION}."
+    outside = dict(domain_violations(config, prefix))
+    checks = broken_checks(config, Place(prefix, wrong=frozenset(outside)))
+    return [text.replace(CORRECTION, "p") for text in (*outside.values(), *checks)]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +48,7 @@ def test_a_number_truncates_and_a_band_zeroes(value, bounds):
 def test_thresholds_go_to_their_tests(tests, threshold, bounds):
     config = RolloutCorrectionConfig(rollout_rs=tests, rollout_rs_threshold=threshold)
     assert rs_bounds(config) == bounds
-    assert correction_violations(config, prefix="p") == []
+    assert violations(rollout_rs=tests, rollout_rs_threshold=threshold) == []
 
 
 @pytest.mark.parametrize("option", RS_OPTIONS)
@@ -54,7 +59,6 @@ def test_every_test_can_be_named(option):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"rollout_is": "seq"}, "p.rollout_is = seq: must be null or one of token, sequence, geometric"),
         # What YAML and Hydra make of 0.5_5.
         ({"rollout_is_threshold": 0.55}, "p.rollout_is_threshold = 0.55: the upper bound of a ratio must be at"),
         ({"rollout_is_threshold": "5.0_0.5"}, "the upper bound of a ratio must be at least 1"),
@@ -62,18 +66,17 @@ def test_every_test_can_be_named(option):
         ({"rollout_is_threshold": [0, 5]}, "the lower bound of a ratio must be above 0"),
         ({"rollout_is_threshold": [0.1, 2, 3]}, "must be a number or a band"),
         ({"rollout_is_threshold": "low_high"}, "must be a number or a band"),
-        ({"rollout_is_threshold": None}, "p.rollout_is_threshold = None: must be a number or a band"),
-        ({"rollout_is_threshold": True}, "must be a number or a band"),
-        ({"rollout_is_threshold": float("nan")}, "must be a number or a band"),
+        ({"rollout_is_threshold": float("nan")}, "p.rollout_is_threshold = nan: must be a number"),
         ({"rollout_is_batch_normalize": True}, "there are no weights; set p.rollout_is=token"),
-        ({"rollout_rs": "token_k4", "rollout_rs_threshold": 2}, "no test 'token_k4'"),
-        ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 2}, "no test 'seq_max_k1'"),
-        ({"rollout_rs": "token_k1,token_k1", "rollout_rs_threshold": 2}, "name each test once"),
-        ({"rollout_rs": "", "rollout_rs_threshold": 2}, "at least one"),
-        ({"rollout_rs": "token_k1"}, "token_k1 needs a threshold; set p.rollout_rs_threshold=[0.5,2]"),
+        ({"rollout_rs": "token_k4", "rollout_rs_threshold": 2}, "p.rollout_rs = token_k4: must be"),
+        ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 2}, "p.rollout_rs = seq_max_k1: must be"),
+        ({"rollout_rs": "token_k1,token_k1", "rollout_rs_threshold": 2}, "each at most once"),
+        ({"rollout_rs": "", "rollout_rs_threshold": 2}, "p.rollout_rs = '': must be"),
+        ({"rollout_rs": "token_k1"}, "needed by token_k1, one for all or one each; set p.rollout_rs_threshold=[0.5,2]"),
         (
             {"rollout_rs": ["seq_mean_k1", "token_k2"]},
-            "need thresholds, one for all or one each; set p.rollout_rs_threshold=[[0.999,1.001],0.01]",
+            "p.rollout_rs_threshold = null: needed by seq_mean_k1, token_k2, one for all or one each; set "
+            "p.rollout_rs_threshold=[[0.999,1.001],0.01]",
         ),
         ({"rollout_rs_threshold": 2.0}, "there are no tests; set p.rollout_rs=seq_mean_k3"),
         ({"rollout_rs": "token_k1,token_k2", "rollout_rs_threshold": "1,2,3"}, "3 thresholds for 2 tests"),
@@ -81,19 +84,17 @@ def test_every_test_can_be_named(option):
         ({"rollout_rs": "token_k3", "rollout_rs_threshold": 0}, "token_k3 needs one number above 0"),
         ({"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 0.999}, "must be at least 1"),
         ({"rollout_token_veto_threshold": 1.0}, "p.rollout_token_veto_threshold = 1.0: must be null or above 0"),
-        ({"rollout_token_veto_threshold": 0}, "above 0 and below 1"),
-        ({"bypass_mode": True, "rollout_is": "token"}, "p.rollout_is = token: bypass_mode takes"),
-        ({"bypass_mode": True, "rollout_rs": "token_k1", "rollout_rs_threshold": 2}, "p.rollout_rs = token_k1: bypass"),
-        ({"bypass_mode": True, "rollout_token_veto_threshold": 0.1}, "p.rollout_token_veto_threshold = 0.1: bypass"),
+        ({"bypass_mode": True, "rollout_is": "token"}, "p.rollout_is = token: p.bypass_mode takes"),
+        (
+            {"bypass_mode": True, "rollout_rs": "token_k1", "rollout_rs_threshold": 2},
+            "rollout_rs = token_k1: p.bypass",
+        ),
+        ({"bypass_mode": True, "rollout_token_veto_threshold": 0.1}, "p.rollout_token_veto_threshold = 0.1: p.bypass"),
     ],
 )
 def test_what_is_refused_names_the_key_and_what_to_set(keys, message):
     messages = violations(**keys)
     assert len(messages) == 1 and message in messages[0], messages
-
-
-def test_all_violations_at_once():
-    assert len(violations(rollout_is="no", rollout_is_threshold=0, rollout_rs="no", bypass_mode=True)) == 5
 
 
 def test_the_defaults_are_off_and_allowed():

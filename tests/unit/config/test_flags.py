@@ -9,7 +9,7 @@ import yaml
 
 from scalerl import cli
 from scalerl.config import ConfigError, asked_text, compose, jobs_of, run_jobs
-from scalerl.config.validate import value_at
+from scalerl.config.compose import value_at
 from scalerl.errors import UserError
 from scalerl.trainer.run_name import run_directory
 

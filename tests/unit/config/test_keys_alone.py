@@ -13,12 +13,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from scalerl.config import compose
-from scalerl.config.compose import composed
+from scalerl.config.compose import composed, value_at, violations_of
 from scalerl.config.keys import Leaf, inherited_keys, leaves
 from scalerl.config.names import ESTIMATORS, POLICY_LOSSES, REWARD_MANAGERS
 from scalerl.config.partial_config import PartialConfig
 from scalerl.config.schema import LOGGERS, SCHEMAS, Kind, domains_of, model
-from scalerl.config.validate import value_at, violations_of
 
 ROLLOUT = "actor_rollout_ref.rollout"
 REQUIRED: dict[Kind, dict[str, Any]] = {
@@ -49,6 +48,23 @@ def test_defaults_that_follow_from_another_key(more: list[str], n: int, mini_bat
     cfg = compose("ppo", overrides("ppo", *more))
     assert cfg.actor_rollout_ref.rollout.n == n
     assert cfg.actor_rollout_ref.actor.ppo_mini_batch_size == cfg.critic.ppo_mini_batch_size == mini_batch
+    assert cfg.data.gen_batch_size == cfg.data.train_batch_size
+
+
+def test_critics_are_kept_as_long_as_actors() -> None:
+    assert compose("ppo", overrides("ppo", "trainer.max_actor_ckpt_to_keep=3")).trainer.max_critic_ckpt_to_keep == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["actor_rollout_ref.actor.checkpoint.async_save=True", "critic.checkpoint.async_save=False"], True),
+        (["critic.checkpoint.async_save=True"], True),
+        (["actor_rollout_ref.actor.checkpoint.async_save=False"], False),
+    ],
+)
+def test_async_save_of_any_model_is_that_of_the_checkpoint(given: list[str], expected: bool) -> None:
+    assert compose("ppo", overrides("ppo", *given)).trainer.async_save is expected
 
 
 def test_how_a_greedy_validation_would_sample_has_no_effect_and_is_said() -> None:

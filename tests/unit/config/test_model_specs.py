@@ -1,4 +1,4 @@
-"""Critic, reference and reward model: which a run has, where they live, and what their keys must fit."""
+"""Other models of a run and the samples of a step: which there are, where they live, and what their keys must fit."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ JUDGE = "reward_model.judge"
 JUDGE_ON = [f"{JUDGE}.enable=true", f"{JUDGE}.model.path=j"]
 JUDGE_POOL = [f"{JUDGE}.resource_pool.nnodes=2", f"{JUDGE}.resource_pool.n_gpus_per_node=4"]
 THREE_DEVICES = ["critic.resource_pool.nnodes=1", "critic.resource_pool.n_gpus_per_node=3"]
+STALE, PARTIAL = "trainer.max_staleness", "actor_rollout_ref.rollout.partial_rollout"
+FILTER, CORRECTION = "algorithm.filter_groups", "algorithm.rollout_correction"
+CORRECTED = f"{CORRECTION}.rollout_is=token"
+OWN = ["actor_rollout_ref.hybrid_engine=false", "actor_rollout_ref.rollout.resource_pool.nnodes=1"]
+BOUND_1 = [f"{STALE}=1", CORRECTED]
 # (overrides, the key and value that the one violation begins with, a setting in it to paste).
 RULES = [
     (
@@ -78,15 +83,59 @@ RULES = [
         f"{JUDGE}.num_replicas=2 or less",
     ),
     ([*JUDGE_ON, *JUDGE_POOL, f"{JUDGE}.max_score=0"], f"{JUDGE}.min_score = 0", f"{JUDGE}.max_score=1"),
+    # Fewer prompts than a batch; over-sampling while the servers run ahead.
+    (["data.gen_batch_size=512"], "data.gen_batch_size = 512", "data.gen_batch_size=1024 or more"),
+    ([*OWN, *BOUND_1, "data.gen_batch_size=2048"], "data.gen_batch_size = 2048", "data.gen_batch_size=1024"),
+    # Filtered groups of one, or whose scores come too late.
+    (
+        [f"{FILTER}.enable=true", GAE, "actor_rollout_ref.rollout.n=1"],
+        "actor_rollout_ref.rollout.n = 1",
+        "actor_rollout_ref.rollout.n=2",
+    ),
+    (
+        [f"{FILTER}.enable=true", "reward_model.enable=true", "reward_model.model.path=r"],
+        f"{FILTER}.enable = true",
+        "reward_model.enable=false",
+    ),
+    # Samples of older policies.
+    (
+        [f"{PARTIAL}=true"],
+        f"{PARTIAL} = true",
+        f"{STALE}=1 and data.gen_batch_size=1536 and {CORRECTED}, or {PARTIAL}=false",
+    ),
+    ([*OWN, f"{PARTIAL}=true"], f"{PARTIAL} = true", f"{STALE}=1 and {CORRECTED}, or"),
+    (BOUND_1, f"{STALE} = 1", f"{PARTIAL}=true and data.gen_batch_size=1536, or {STALE}=0"),
+    ([*BOUND_1, f"{PARTIAL}=true"], f"{PARTIAL} = true", "data.gen_batch_size=1536, or"),
+    (
+        [*OWN, f"{STALE}=1", f"{CORRECTION}.bypass_mode=true"],
+        f"{STALE} = 1",
+        f"{CORRECTION}.bypass_mode=false and {CORRECTED}, or",
+    ),
+    ([*OWN, f"{STALE}=1"], f"{STALE} = 1", CORRECTED),
 ]
 
 
-@pytest.mark.parametrize(("overrides", "start", "setting"), RULES, ids=[start for _, start, _ in RULES])
+@pytest.mark.parametrize(("overrides", "start", "setting"), RULES)
 def test_a_rule_that_is_broken_is_said_once(overrides: list[str], start: str, setting: str) -> None:
     with pytest.raises(ConfigError) as error:
         compose("ppo", [*PPO, *overrides])
     (violation,) = error.value.violations
-    assert violation.startswith(f"{start}:") and setting in violation.rpartition("; set ")[2]
+    assert violation.startswith(f"{start}:") and setting in violation.partition("; set ")[2]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data.gen_batch_size=2048"],
+        [f"{FILTER}.enable=true", f"{FILTER}.metric=acc"],
+        [*BOUND_1, f"{PARTIAL}=true", "data.gen_batch_size=2048"],
+        [*OWN, *BOUND_1],
+        [*OWN, f"{STALE}=4", f"{PARTIAL}=true", CORRECTED],
+        ["+recipe=dapo"],
+    ],
+)
+def test_ways_to_fill_a_step_that_go_together(overrides: list[str]) -> None:
+    assert compose("ppo", [*PPO, *overrides])
 
 
 def test_all_that_is_wrong_with_a_judge_comes_at_once() -> None:

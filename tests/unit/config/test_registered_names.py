@@ -11,7 +11,7 @@ import pytest
 from scalerl.algorithms import get_adv_estimator, get_policy_loss, register_adv_est, register_token_adv_est
 from scalerl.algorithms.advantages import adv_estimator_names
 from scalerl.base.user_code import forget_files, import_files
-from scalerl.config import ConfigError, compose, model_roles, validate_ppo
+from scalerl.config import ConfigError, compose, model_roles, violations_of
 from scalerl.config.names import (
     CRITIC_ESTIMATORS,
     ESTIMATORS,
@@ -115,7 +115,7 @@ def test_an_estimator_of_the_users_that_needs_values_has_a_critic() -> None:
         return rewards_T - values, rewards_T
 
     assert [role.name for role in model_roles(cfg)] == ["critic"]
-    assert validate_ppo(cfg) == []
+    assert violations_of(cfg) == []
 
 
 def test_an_estimator_of_the_users_without_values_has_none() -> None:
@@ -128,7 +128,7 @@ def test_an_estimator_of_the_users_without_values_has_none() -> None:
     cfg = compose("ppo", [*REQUIRED, f"algorithm.adv_estimator={name}"])
     cfg.trainer.critic_warmup = 1
     assert model_roles(cfg) == []
-    (violation,) = validate_ppo(cfg)
+    (violation,) = violations_of(cfg)
     assert "this run has no critic that could learn first" in violation
 
 

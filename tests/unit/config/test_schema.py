@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import importlib
-import inspect
-import pkgutil
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,63 +11,11 @@ from omegaconf import OmegaConf
 
 from scalerl.config import help_text, schema
 from scalerl.config.help import key_docs
-from scalerl.config.keys import KeyTable, leaves
+from scalerl.config.keys import KeyTable
 from scalerl.config.schema import SCHEMAS, domain_violations, domains_of
 from scalerl.config.schema.actor import PPOModelConfig
 from scalerl.config.schema.fields import Place, broken_checks, check, key
 from scalerl.config.value_checks import TEXTS, at_least
-
-# (key, default) that several sections give -> how many do, and why they do not share it.
-COPIES = {
-    ("dtype", "bfloat16"): (2, "of the trainer and of a server, which may differ"),
-    ("enable", "False"): (4, "each switches something else on"),
-    ("ignore_eos", "False"): (2, "a judge's server has no such key"),
-    ("path", "???"): (2, "of a model and of rows"),
-    ("path", "None"): (5, "a model; a reward function, a program, a loop and a dataset of the user's own"),
-    ("seed", "42"): (3, "of the order of the data, of the model and of what a server draws"),
-    ("tensor_model_parallel_size", "1"): (2, "of the trainer and of a server, which may differ"),
-}
-
-
-def sections() -> Iterator[type]:
-    for module in pkgutil.iter_modules(schema.__path__):
-        for cls in vars(importlib.import_module(f"{schema.__name__}.{module.name}")).values():
-            if dataclasses.is_dataclass(cls) and cls.__module__ == f"{schema.__name__}.{module.name}":
-                yield cls
-
-
-def written_defaults(section: type) -> Iterator[tuple[str, str]]:
-    """(key, default) of each default in the section's own lines; `Other.name` and `key(Other.name, ...)` write none."""
-    (declaration,) = ast.parse(inspect.getsource(section)).body
-    assert isinstance(declaration, ast.ClassDef)
-    by_name = {field.name: field for field in dataclasses.fields(section)}
-    for line in declaration.body:
-        if not isinstance(line, ast.AnnAssign) or line.value is None:
-            continue
-        value = line.value.args[0] if isinstance(line.value, ast.Call) and line.value.args else line.value
-        declared = by_name[line.target.id]
-        is_plain = declared.default_factory is dataclasses.MISSING
-        default = declared.default if is_plain else declared.default_factory()
-        if not isinstance(value, ast.Attribute) and not dataclasses.is_dataclass(default):
-            yield declared.name, str(default)
-
-
-def test_a_default_is_written_once_or_there_is_a_reason() -> None:
-    owners = defaultdict(list)
-    for section in sections():
-        for written in written_defaults(section):
-            owners[written].append(section.__name__)
-    assert len(owners) > 150
-    copies = {written: names for written, names in owners.items() if len(names) > 1}
-    assert {written: len(names) for written, names in copies.items()} == {
-        written: count for written, (count, _) in COPIES.items()
-    }, copies
-
-
-def test_the_sections_that_are_counted_are_those_of_the_programs() -> None:
-    counted = set(sections())
-    for program in SCHEMAS.values():
-        assert {leaf.owner for leaf in leaves(program)} <= counted
 
 
 @dataclass

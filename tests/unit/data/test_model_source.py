@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from scalerl.config.schema import PPOConfig, SFTConfig
-from scalerl.data.model_source import ModelSourceError, fetch_models, hub_name, model_directory, model_keys
+from scalerl.data.hub import hub_name
+from scalerl.data.model_source import ModelSourceError, fetch_models, model_directory, model_keys
 from tests.hub_mirror import COMMIT, Hub
 
 REPO = "makers/model"
@@ -98,9 +99,9 @@ def test_path_that_was_meant_for_a_directory_is_to_be_corrected(
 
 
 def test_names_of_the_hub_are_told_from_paths() -> None:
-    assert hub_name("Qwen/Qwen3-0.6B") == ("Qwen/Qwen3-0.6B", None)
-    assert hub_name("hf://Qwen/Qwen3-0.6B@v1.0") == ("Qwen/Qwen3-0.6B", "v1.0")
-    assert hub_name("https://huggingface.co/Qwen/Qwen3-8B/tree/main") == ("Qwen/Qwen3-8B", "main")
+    assert hub_name("Qwen/Qwen3-0.6B", "model") == ("Qwen/Qwen3-0.6B", None)
+    assert hub_name("hf://Qwen/Qwen3-0.6B@v1.0", "model") == ("Qwen/Qwen3-0.6B", "v1.0")
+    assert hub_name("https://huggingface.co/Qwen/Qwen3-8B/tree/main", "model") == ("Qwen/Qwen3-8B", "main")
     for path in (
         "/models/Qwen3",
         "model",
@@ -110,7 +111,7 @@ def test_names_of_the_hub_are_told_from_paths() -> None:
         "s3://bucket/model",
         "https://example.org/Qwen/Qwen3",
     ):
-        assert hub_name(path) is None
+        assert hub_name(path, "model") is None
 
 
 def test_directory_stays_and_one_at_a_url_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

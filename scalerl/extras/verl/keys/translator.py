@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from scalerl.config import foreign_keys
 from scalerl.config.foreign_keys import ConfigView, Translation
 from scalerl.config.keys import key_table
 from scalerl.config.schema import SCHEMAS
@@ -19,7 +20,7 @@ _SHARED = ("trainer.timeout_s",)
 
 
 @dataclass
-class Translator:
+class Translator(foreign_keys.Translator):
     """Collects the keys of verl while a configuration is read, and translates them once all of it has been read.
 
     kind: of the configuration: ppo, sft, generation or eval.

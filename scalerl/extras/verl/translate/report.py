@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 import shlex
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from scalerl.config import Examined, examined, refusals
+from scalerl.config import ConfigError, composed
+from scalerl.config.arguments import parse
+from scalerl.config.compose import value_at
+from scalerl.config.foreign_keys import Translation
 from scalerl.config.keys import key_table
+from scalerl.config.partial_config import PartialConfig
 from scalerl.config.schema import SCHEMAS
-from scalerl.config.validate import value_at
 from scalerl.extras.verl.translate.script import split_commands
 
 Fate = Literal["taken over", "renamed", "already so", "verl's default", "dropped"]
@@ -90,6 +93,44 @@ class Report:
         return "\n".join(blocks)
 
 
+@dataclass(frozen=True)
+class Examined:
+    """What a run would make of each argument of a command line.
+
+    taken: arguments that stay as they are.  translations: what became of verl's keys.  violations: all that is wrong,
+    except broken checks between keys and missing values.  config: the configuration, with defaults in place of wrong
+    values.
+    """
+
+    taken: list[str]
+    translations: list[Translation]
+    violations: list[str]
+    config: Any
+
+
+def examined(kind: str, overrides: Sequence[str], left_open: Mapping[str, str]) -> Examined:
+    """Examines each argument of a command line as a run would, without the config groups and files that it names.
+
+    left_open: key -> text that a shell replaces by its value; such keys are not among the overrides.
+    """
+    arguments = parse(kind, overrides, with_files=False)
+    partial = PartialConfig(SCHEMAS[kind], kind, left_open)
+    taken = []
+    for override in arguments.values:
+        before = len(partial.violations)
+        partial.put_override(override)
+        if len(partial.violations) == before:
+            taken.append(override)
+    _, config = partial.finish()
+    translated = {translation.key for translation in partial.translations}
+    return Examined(
+        [str(override.input_line).lstrip("+") for override in taken if override.key_or_group not in translated],
+        [*arguments.translations, *partial.translations],
+        [*arguments.violations, *(text for text in partial.violations if text.split(" = ")[0] not in translated)],
+        config,
+    )
+
+
 def command_of(program: str) -> tuple[str, str] | None:
     """The command of scalerl and the kind of its configuration for a module or file of verl; None if there is none."""
     name = program.rpartition("/")[2].removesuffix(".py")
@@ -151,8 +192,18 @@ def _judged(kind: str, report: Report, config: Any) -> Report:
     left_open = {_key(text) for text in report.arguments if _left_to_the_shell(text)}
     # Without it a run takes what its own machine has.
     left_open |= {"trainer.n_gpus_per_node"} - {_key(text) for text in known}
-    refused = [*refusals(kind, known, left_open), *_wrong_fields({_key(text) for text in known}, config)]
+    refused = [*_refusals(kind, known, left_open), *_wrong_fields({_key(text) for text in known}, config)]
     return Report(report.command, report.rows, refused)
+
+
+def _refusals(kind: str, arguments: list[str], left_open: set[str]) -> list[str]:
+    """What a run would refuse, without the violations that name a key whose value is not known."""
+    try:
+        composed(kind, arguments)
+    except ConfigError as error:
+        names = [re.compile(rf"(?<![\w.]){re.escape(key)}(?![\w.])") for key in left_open]
+        return [text for text in error.violations if not any(name.search(text) for name in names)]
+    return []
 
 
 def _wrong_fields(keys: set[str], config: Any) -> Iterator[str]:
