@@ -315,7 +315,7 @@ def test_a_server_that_is_lost_during_a_save_comes_back_with_the_weights(run: Ru
 
 def generate_one(client: RolloutClient) -> None:
     async def collect() -> None:
-        async for _ in client.generate([GenerateRequest(0, [5, 6], 1, SamplingParams(1, temperature=0.0), [0])]):
+        async for _ in client.generate(GenerateRequest(0, [5, 6], 1, SamplingParams(1, temperature=0.0), [0])):
             pass
 
     asyncio.run(collect())

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from scalerl.config import compose
 from scalerl.config.schema import RolloutConfig
-from scalerl.rollout.generation import generate_samples
+from scalerl.rollout.dispatcher import generate_samples
 from scalerl.rollout.servers.client import GenerateOutput, GenerateRequest, RolloutClient, SamplingParams
 from scalerl.rollout.servers.connection import authorization, new_key
 from scalerl.rollout.servers.engines import ENGINES, Launch

@@ -12,7 +12,7 @@ import torch
 
 from scalerl.config.schema import RolloutConfig
 from scalerl.config.servers import ROLLOUT_ENGINES, EngineTraits
-from scalerl.rollout.generation import generate_samples
+from scalerl.rollout.dispatcher import generate_samples
 from scalerl.rollout.servers.checksums import checksum_differences
 from scalerl.rollout.servers.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
 from scalerl.rollout.servers.control import continue_generation, pause, small_caches
@@ -122,15 +122,16 @@ def interrupted_at_the_first(client: RolloutClient) -> list[GenerateOutput]:
         if not interrupting.ident:
             interrupting.start()
 
-    outputs = asyncio.run(generate_samples([client], REQUESTS, at_the_first, continue_aborted=True))
+    outputs = asyncio.run(generate_samples([client], REQUESTS, at_the_first))
     interrupting.join()
     assert failed == [{}, {}]
     return outputs
 
 
 def test_what_ends_early_comes_back_with_what_it_has(client: RolloutClient) -> None:
+    came: list[object] = []
     outputs = asyncio.run(
-        generate_samples([client], REQUESTS, stop_when=lambda groups: "b" in groups),
+        generate_samples([client], REQUESTS, lambda o: came.append(o.request_id), stop_when=lambda: "b" in came)
     )
     reasons = {output.key: output.finish_reason for output in outputs}
     assert reasons[("b", 0)] == "length" and reasons[("a", 0)] == "abort"

@@ -50,7 +50,7 @@ def answers(client: RolloutClient) -> list[dict[str, Any]]:
     """What the server makes of the prompts, greedily and one by one, so that none depends on what runs beside it."""
 
     async def ask(prompt: list[int]) -> dict[str, Any]:
-        (output,) = [output async for output in client.generate([GenerateRequest("p", prompt, 1, GREEDY, [0])])]
+        (output,) = [output async for output in client.generate(GenerateRequest("p", prompt, 1, GREEDY, [0]))]
         return {"ids": output.output_ids, "logprobs": output.logprobs, "version": output.policy_version}
 
     return [asyncio.run(ask(prompt)) for prompt in PROMPTS]

@@ -37,8 +37,8 @@ class GeneratedBatch:
     """What the controller gets of a generation from one rollout worker.
 
     samples: column -> [S], of finished groups.  gen_s, reward_wait_s: seconds.
-    num_resubmitted: samples that were asked again because of their server.  missing: servers that were lost and have no
-    successor yet.  unfinished: groups that an early end left.
+    num_resubmitted: samples that were asked again because of their server, since the worker's last result.
+    missing: servers that were lost and have no successor yet.  unfinished: groups that an early end left.
     """
 
     batch_id: int
@@ -219,7 +219,6 @@ class RolloutWorker(HeldBatches, Reusable):
         sampling parameters that it cannot have.
         """
         from scalerl.rollout.samples import make_samples
-        from scalerl.rollout.servers.recovery import GenerationRecovery
 
         task = asyncio.current_task()
         assert task is not None, "not in an event loop"
@@ -234,7 +233,6 @@ class RolloutWorker(HeldBatches, Reusable):
             before += interrupted.finished if interrupted else []
             begun = interrupted.asks if interrupted else {index: [] for index in range(n)}
             requests += self._requests(dataset, group, prompts[group.uid], sampling, begun)
-        recovery = GenerationRecovery(self.replacements, self.servers)
         try:
             for sample in before:
                 scores.add(sample)
@@ -245,7 +243,7 @@ class RolloutWorker(HeldBatches, Reusable):
                 self.tokenizer,
                 scores.add,
                 stop_when=None if enough is None else lambda: self.early_ends.is_over(generation, scores),
-                recovery=recovery,
+                replacements=self.replacements,
             )
             gen_s = time.perf_counter() - start
             whole = [group for group in groups if scores.is_finished(group.uid)]
@@ -268,12 +266,13 @@ class RolloutWorker(HeldBatches, Reusable):
             for (uid, index), turns in left_over.items():
                 asks.setdefault(uid, {})[index] = turns
             self.interrupted |= {uid: Interrupted(begun, scores.finished(uid)) for uid, begun in asks.items()}
+        num_resubmitted, self.replacements.num_resubmitted = self.replacements.num_resubmitted, 0
         return GeneratedBatch(
             batch_id=batch_id,
             samples=batch.samples,
             gen_s=gen_s,
             reward_wait_s=time.perf_counter() - start - gen_s,
-            num_resubmitted=recovery.num_samples,
+            num_resubmitted=num_resubmitted,
             missing=list(self.replacements.missing.values()),
             unfinished=unfinished,
         )

@@ -92,35 +92,27 @@ class RolloutClient:
                 http, self._http = self._http, None
                 await http.close()
 
-    @property
-    def answers_several(self) -> bool:
-        """Whether `generate` takes several requests at a time."""
-        return self.engine.answers_several
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateOutput, None]:
+        """Asks for all samples of a request, and yields each as soon as it is finished.
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[GenerateOutput, None]:
-        """Asks by one HTTP request for all samples, and yields each as soon as it is finished.
-
-        requests: one, or more where the engine `answers_several`.
-
-        Raises ValueError for a request that cannot be sent and RolloutError when the server does not serve them all;
+        Raises ValueError for a request that cannot be sent and RolloutError when the server does not serve it whole;
         the rest is given up then.
         """
-        for request in requests:
-            check_request(request, self.max_model_len)
-        who = _names(requests)
-        slots = [(request, slot) for request in requests for slot in slots_of(request, self.max_model_len)]
+        check_request(request, self.max_model_len)
+        who = f"request {request.request_id!r}"
+        slots = slots_of(request, self.max_model_len)
         async with self.connected():
-            for output in await self._full([slot for _, slot in slots if slot.room <= 0]):
+            for output in await self._full([slot for slot in slots if slot.room <= 0]):
                 yield output
-            asked = [(request, slot) for request, slot in slots if slot.room > 0]
+            asked = [slot for slot in slots if slot.room > 0]
             if not asked:
                 return
-            call = self._generate_call(requests, asked)
+            call = self.engine.generate(request, asked)
             where = self.url + call.path
-            missing = {slot.key for _, slot in asked}
+            missing = {slot.key for slot in asked}
             async with self._answer(call, who) as response:
                 chunks = response.content.iter_any()
-                samples = self.engine.read_samples(chunks, [slot for _, slot in asked], server=where, who=who)
+                samples = self.engine.read_samples(chunks, asked, server=where, who=who)
                 async with contextlib.aclosing(samples):
                     async for output in samples:
                         if output.key not in missing:
@@ -131,15 +123,6 @@ class RolloutClient:
                 raise RolloutError(
                     f"{where} gave {len(asked) - len(missing)} samples for {who}, asked for {len(asked)}"
                 )
-
-    def _generate_call(
-        self, requests: Sequence[GenerateRequest], asked: Sequence[tuple[GenerateRequest, Slot]]
-    ) -> Call:
-        if len(requests) == 1:
-            return self.engine.generate(requests[0], [slot for _, slot in asked])
-        if not self.answers_several:
-            raise ValueError(f"{len(requests)} requests at a time for engine {self.engine.name}, which answers one")
-        return self.engine.generate_several(asked)
 
     async def abort_all(self) -> None:
         """Ends everything that the server runs, whoever asked for it; what it has so far comes back as aborted.
@@ -378,8 +361,3 @@ class RolloutClient:
         if (failure := self.engine.read_failure(answer)) is not None:
             raise RolloutError(f"{where} failed: {failure}")
         return {} if answer is None else answer
-
-
-def _names(requests: Sequence[GenerateRequest]) -> str:
-    first, last = requests[0].request_id, requests[-1].request_id
-    return f"request {first!r}" if len(requests) == 1 else f"requests {first!r} to {last!r}"

@@ -53,11 +53,11 @@ class _Sequence:
 
 
 class _Request:
-    """Sequences that one caller waits for.  finished: gets each of them once, those that end together in one list."""
+    """Sequences that one caller waits for.  finished: gets each of them once."""
 
     def __init__(self) -> None:
         self.sequences: list[_Sequence] = []
-        self.finished: queue.SimpleQueue[list[_Sequence]] = queue.SimpleQueue()
+        self.finished: queue.SimpleQueue[_Sequence] = queue.SimpleQueue()
         self.error: Exception | None = None
 
 
@@ -104,7 +104,7 @@ class DecodingEngine:
 
     def generate(
         self, prompts: Sequence[list[int]], sampling_params: Sequence[dict[str, Any]]
-    ) -> Iterator[list[tuple[int, dict[str, Any]]]]:
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yields (index, {"output_ids", "meta_info"} as SGLang answers) of prompts as soon as they are finished.
 
         Raises RefusedError, before anything is returned, for input that the model cannot take; RuntimeError if the
@@ -124,14 +124,12 @@ class DecodingEngine:
             self._changed.notify_all()
         return self._answers(request)
 
-    def _answers(self, request: _Request) -> Iterator[list[tuple[int, dict[str, Any]]]]:
-        num_missing = len(request.sequences)
-        while num_missing:
-            finished = request.finished.get()
+    def _answers(self, request: _Request) -> Iterator[tuple[int, dict[str, Any]]]:
+        for _ in request.sequences:
+            sequence = request.finished.get()
             if request.error is not None:
                 raise RuntimeError(f"the engine failed: {request.error!r}") from request.error
-            num_missing -= len(finished)
-            yield [(sequence.index, self._answer(sequence)) for sequence in finished]
+            yield sequence.index, self._answer(sequence)
 
     def abort_all(self) -> None:
         """Ends running and waiting sequences with the tokens that they have (finish reason abort)."""
@@ -206,13 +204,10 @@ class DecodingEngine:
             return
         self._live = [s for s in self._live if s.finish_reason is None]
         self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
-        by_request: dict[_Request, list[_Sequence]] = {}
         for sequence in finished:
             # A request may wait for others a long time.
             sequence.cache = None
-            by_request.setdefault(sequence.request, []).append(sequence)
-        for request, together in by_request.items():
-            request.finished.put(together)
+            sequence.request.finished.put(sequence)
         if not self._live and not self._waiting:
             self._changed.notify_all()
 

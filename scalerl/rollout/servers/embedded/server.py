@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import itertools
 import json
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +19,7 @@ from scalerl.base.lean_imports import lean_imports
 from scalerl.rollout.servers import cuda_ipc, mapped
 from scalerl.rollout.servers.connection import OPEN_PATH, is_authorized, take_key
 from scalerl.rollout.servers.process import address_family
+from scalerl.rollout.servers.requests import DATA, EVENT_END, FLATTENED, LAST_EVENT
 from scalerl.rollout.servers.update_group import (
     broadcast,
     join_group,
@@ -28,7 +28,6 @@ from scalerl.rollout.servers.update_group import (
     reach_store,
     unpack_bytes,
 )
-from scalerl.rollout.servers.wire import DATA, EVENT_END, FLATTENED, LAST_EVENT
 
 with lean_imports():
     from scalerl.rollout.servers.embedded.engine import DecodingEngine, RefusedError
@@ -54,7 +53,7 @@ SUCCESS = {"success": True, "message": "Success"}
 class Endpoints:
     """The endpoints by path, functions of the request's JSON.
 
-    They raise RefusedError for status 400; one that returns an iterator of lists sends a stream of events.
+    They raise RefusedError for status 400; one that returns an iterator sends a stream of events.
     """
 
     def __init__(self, engine: DecodingEngine) -> None:
@@ -109,8 +108,8 @@ class Endpoints:
         ]
         answers = self._engine.generate([prompt for prompt, _ in expanded], [param for _, param in expanded])
         if body.get("stream"):
-            return ([answer | {"index": index} for index, answer in together] for together in answers)
-        in_order = [answer for _, answer in sorted(itertools.chain.from_iterable(answers), key=itemgetter(0))]
+            return (answer | {"index": index} for index, answer in answers)
+        in_order = [answer for _, answer in sorted(answers, key=itemgetter(0))]
         return in_order[0] if single and len(in_order) == 1 else in_order
 
     def _update_weights(self, body: dict[str, Any]) -> Any:
@@ -231,15 +230,14 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def _send_events(self, events: Iterator[list[dict[str, Any]]]) -> None:
-        """Sends a stream of events.  events: those of a list in one piece."""
+    def _send_events(self, events: Iterator[dict[str, Any]]) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         try:
-            for together in events:
-                self._send_chunk(b"".join(DATA + orjson.dumps(event) + EVENT_END for event in together))
+            for event in events:
+                self._send_chunk(DATA + orjson.dumps(event) + EVENT_END)
         except RuntimeError as error:  # the engine failed; it is too late for another status
             traceback.print_exc()
             self._send_chunk(DATA + orjson.dumps({"error": {"message": str(error)}}) + EVENT_END)

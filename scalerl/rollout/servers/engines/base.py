@@ -16,8 +16,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from scalerl.models.shape import max_positions, rope_entries
 from scalerl.rollout.servers.connection import OPEN_PATH
-from scalerl.rollout.servers.requests import GenerateOutput, GenerateRequest, RolloutError, Slot
-from scalerl.rollout.servers.wire import FLATTENED, message_of, output_of, read_events
+from scalerl.rollout.servers.requests import (
+    FLATTENED,
+    GenerateOutput,
+    GenerateRequest,
+    RolloutError,
+    Slot,
+    message_of,
+    output_of,
+    read_events,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -158,27 +166,16 @@ class Engine(ABC):
 
     # Number of tokens at the end of an aborted answer that its continuation draws again.
     undone_by_abort: ClassVar[int] = 0
-    # Whether one call asks for several requests, by `generate_several`: requests that begin together share it then.
-    answers_several: ClassVar[bool] = False
 
     def generate(self, request: GenerateRequest, slots: Sequence[Slot]) -> Call:
         """Asks for samples of one request.  slots: those that have room; the answer is read by `read_samples`."""
-        return Call("/generate", self.generate_body(request, slots))
-
-    def generate_body(self, request: GenerateRequest, slots: Sequence[Slot]) -> dict[str, Any]:
-        return {
+        body = {
             "input_ids": [request.input_ids + slot.output_ids for slot in slots],
             "sampling_params": [self.sampling_params(request, slot) for slot in slots],
             "return_logprob": True,
             "stream": True,
         }
-
-    def generate_several(self, asked: Sequence[tuple[GenerateRequest, Slot]]) -> Call:
-        """Asks for samples of several requests by one call, where the engine `answers_several`.
-
-        asked: samples that have room, each with its request; the answer is read by `read_samples`.
-        """
-        raise NotImplementedError(f"{type(self).__name__} answers several requests at a time and cannot ask for them")
+        return Call("/generate", body)
 
     def sampling_params(self, request: GenerateRequest, slot: Slot) -> dict[str, Any]:
         sampling = request.sampling

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import base64
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from scalerl.rollout.servers.engines.base import Call, Command, Engine, Launch, check_context_length
+from scalerl.rollout.servers.engines.base import Command, Engine, Launch, check_context_length
 from scalerl.rollout.servers.requests import GenerateRequest
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 class EmbeddedEngine(Engine):
     name = "embedded"
-    answers_several = True
 
     def command(self, launch: Launch) -> Command:
         assert launch.nnodes == 1, "the embedded engine is one process"
@@ -38,14 +37,6 @@ class EmbeddedEngine(Engine):
 
     def num_ranks(self, tp_size: int) -> int:
         return 1
-
-    def generate_several(self, asked: Sequence[tuple[GenerateRequest, Slot]]) -> Call:
-        body = {
-            "input_ids": [request.input_ids + slot.output_ids for request, slot in asked],
-            "sampling_params": [self.sampling_params(request, slot) for request, slot in asked],
-            "stream": True,
-        }
-        return Call("/generate", body)
 
     def sampling_params(self, request: GenerateRequest, slot: Slot) -> dict[str, Any]:
         if slot.seed is None:

@@ -19,7 +19,7 @@ from scalerl.config.suggestions import divisors_text
 from scalerl.models import HFWeights, read_config, weight_block
 from scalerl.models.shape import max_positions, rope_entries
 from scalerl.rollout.servers.engines.base import CacheSize, Call, Command, Engine, Launch, check_context_length
-from scalerl.rollout.servers.requests import GenerateRequest
+from scalerl.rollout.servers.requests import FLATTENED, GenerateRequest
 from scalerl.rollout.servers.sglang.cpu_shim import shim_environment
 from scalerl.rollout.servers.sglang.placement_arguments import (
     LATENT,
@@ -30,7 +30,6 @@ from scalerl.rollout.servers.sglang.placement_arguments import (
     unknown_places,
 )
 from scalerl.rollout.servers.sglang.plugin import ATTENTION_BACKEND, PLUGIN
-from scalerl.rollout.servers.wire import FLATTENED
 
 if TYPE_CHECKING:
     import torch
@@ -135,13 +134,13 @@ class SGLangEngine(Engine):
     def num_ranks(self, tp_size: int) -> int:
         return tp_size
 
-    def generate_body(self, request: GenerateRequest, slots: Sequence[Slot]) -> dict[str, Any]:
-        body = super().generate_body(request, slots)
-        if not request.progress:
-            # SGLang computes the prompt of n equal samples once.
-            body["input_ids"] = request.input_ids
-            body["sampling_params"] = self.sampling_params(request, slots[0]) | {"n": len(slots)}
-        return body
+    def generate(self, request: GenerateRequest, slots: Sequence[Slot]) -> Call:
+        call = super().generate(request, slots)
+        if request.progress:
+            return call
+        # SGLang computes the prompt of n equal samples once.
+        sampling = self.sampling_params(request, slots[0]) | {"n": len(slots)}
+        return replace(call, body={**(call.body or {}), "input_ids": request.input_ids, "sampling_params": sampling})
 
     def sampling_params(self, request: GenerateRequest, slot: Slot) -> dict[str, Any]:
         return super().sampling_params(request, slot) | {"skip_special_tokens": False}

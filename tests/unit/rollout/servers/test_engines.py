@@ -30,18 +30,18 @@ def test_the_configuration_knows_their_names() -> None:
 
 
 def test_sglang_computes_the_prompt_of_equal_samples_once() -> None:
-    body = ENGINES["sglang"].generate_body(REQUEST, slots_of(REQUEST, 100))
+    body = ENGINES["sglang"].generate(REQUEST, slots_of(REQUEST, 100)).body
     assert (body["input_ids"], body["sampling_params"]["n"]) == ([5, 6], 2)
     assert body["sampling_params"]["skip_special_tokens"] is False and "sampling_seed" not in body["sampling_params"]
 
 
 def test_the_embedded_engine_draws_each_sample_from_its_own_seed() -> None:
-    body = ENGINES["embedded"].generate_body(REQUEST, slots_of(REQUEST, 100))
+    body = ENGINES["embedded"].generate(REQUEST, slots_of(REQUEST, 100)).body
     assert body["input_ids"] == [[5, 6], [5, 6]]
     assert [sampling["sampling_seed"] for sampling in body["sampling_params"]] == [7, 8]
     with pytest.raises(ValueError, match="needs seeds, one per sample"):
         unseeded = GenerateRequest("p", [5, 6], 1, SamplingParams(max_new_tokens=4))
-        ENGINES["embedded"].generate_body(unseeded, slots_of(unseeded, 100))
+        ENGINES["embedded"].generate(unseeded, slots_of(unseeded, 100))
 
 
 def test_engines_that_can_serve_openais_api_are_found_by_their_trait() -> None:
