@@ -72,7 +72,8 @@ def test_a_server_that_never_answers_is_stopped_at_the_deadline(tmp_path: Path) 
     server = RolloutServer(["sleep", "1000"], {}, "http://127.0.0.1:9", tmp_path / "log")
     server.start()
     with pytest.raises(ServerNotReadyError, match="start_timeout_s"):
-        server.wait_ready(timeout_s=1.0)
+        server.start_timeout_s = 1.0
+        server.wait_ready()
     assert not server.alive()
 
 
@@ -230,7 +231,8 @@ def test_a_command_that_ends_takes_its_tree_along_and_gives_its_code(tmp_path: P
     server = RolloutServer(command, {}, "http://127.0.0.1:9", tmp_path / "log")
     server.start()
     with pytest.raises(ServerNotReadyError, match=f"exit code {code}"):
-        server.wait_ready(timeout_s=60.0)
+        server.start_timeout_s = 60.0
+        server.wait_ready()
     assert not any(alive(pid) for pid in reported(pids))
 
 
@@ -248,7 +250,8 @@ def test_a_command_that_cannot_start_says_so(tmp_path: Path) -> None:
     server = RolloutServer(["/no/such/program"], {}, "http://127.0.0.1:9", tmp_path / "log")
     server.start()
     with pytest.raises(ServerNotReadyError, match="cannot start /no/such/program"):
-        server.wait_ready(timeout_s=60.0)
+        server.start_timeout_s = 60.0
+        server.wait_ready()
 
 
 @pytest.mark.parametrize(
@@ -275,7 +278,8 @@ def test_a_refused_argument_is_the_users_error(
     server.command = [*server.command, *arguments.split()]
     server.start()
     with pytest.raises(ServerArgumentsError, match=f"(?s)exit code 2 .*{last_words}") as caught:
-        server.wait_ready(timeout_s=120.0)
+        server.start_timeout_s = 120.0
+        server.wait_ready()
     assert f"  | {server.log_tail()[-1]}" in str(caught.value)
 
 

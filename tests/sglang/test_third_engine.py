@@ -15,11 +15,11 @@ from scalerl.config.servers import ROLLOUT_ENGINES, EngineTraits
 from scalerl.rollout.dispatcher import generate_samples
 from scalerl.rollout.servers.checksums import checksum_differences
 from scalerl.rollout.servers.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
-from scalerl.rollout.servers.control import continue_generation, pause, small_caches
 from scalerl.rollout.servers.engines import ENGINES, Launch
-from scalerl.rollout.servers.host import ServerHost, ServerSettings
+from scalerl.rollout.servers.host import ServerHost
 from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.servers.replica import ClientSettings, Replica
+from scalerl.rollout.servers.server_set import continue_generation, pause, small_caches
 from scalerl.rollout.servers.weights import Bucket, expected_checksums
 from scalerl.rollout.sync.session import SyncSession, feeds_of
 from scalerl.rollout.sync.transports.memory import load_bucket
@@ -38,7 +38,7 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ServerHost
     monkeypatch.setitem(ROLLOUT_ENGINES, ThirdEngine.name, EngineTraits(repeats_draws=True))
     monkeypatch.setitem(ENGINES, ThirdEngine.name, ThirdEngine())
     launch = Launch("/model", RolloutConfig(name="third", start_timeout_s=60.0), "cpu", CLIENTS.max_model_len)
-    host = ServerHost(0, ServerSettings(launch, POLICY, single_node=True), log_dir=str(tmp_path))
+    host = ServerHost(0, launch, POLICY, single_node=True, log_dir=str(tmp_path))
     yield host
     host.stop()
 

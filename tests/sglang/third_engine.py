@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from scalerl.rollout.servers.connection import is_authorized, take_key
 from scalerl.rollout.servers.engines import Command, Engine, Launch
-from scalerl.rollout.servers.engines.base import CacheSize, Call
+from scalerl.rollout.servers.engines.base import Call
 from scalerl.rollout.servers.requests import GenerateOutput, GenerateRequest, RolloutError, ServerLostError, Slot
 
 if TYPE_CHECKING:
@@ -114,8 +114,8 @@ class ThirdEngine(Engine):
     def cache_size(self) -> Call:
         return Call("/v3/room", method="GET")
 
-    def read_cache_size(self, answer: Any) -> CacheSize:
-        return CacheSize(answer["blocks"] * BLOCK_TOKENS, BLOCK_TOKENS)
+    def read_cache_size(self, answer: Any) -> tuple[int, int]:
+        return answer["blocks"] * BLOCK_TOKENS, BLOCK_TOKENS
 
     def read_failure(self, answer: Any) -> str | None:
         return answer.get("because")

@@ -21,7 +21,7 @@ from scalerl.rollout.servers.engines import ENGINES
 from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.servers.recovery import LostServer
 from scalerl.rollout.servers.replica import ClientSettings, Replica
-from scalerl.rollout.servers.server_set import ServerSet
+from scalerl.rollout.servers.server_set import ServerSet, continue_generation, pause
 from scalerl.rollout.sync.handover import Part, Point, check_room
 from scalerl.rollout.sync.order import Step, SyncOrder
 from scalerl.rollout.sync.weight_sync import WeightSource
@@ -180,13 +180,13 @@ class PolicyServers:
         Returns index -> error of servers that failed.
         """
         self.mark_drained()
-        return self.server_set.pause()
+        return pause(self.server_set.clients)
 
     def resume_interrupted(self) -> None:
         """Continues the samples that `pause` interrupted; servers that cannot continue are replaced."""
         # First, for a server with weights that are not defined must not be asked.
         self.mark_serving()
-        self.server_set.end_failed(self.server_set.continue_generation())
+        self.server_set.end_failed(continue_generation(self.server_set.clients))
         self.restart_down()
         # The successors of those that could not.
         self.mark_serving()

@@ -16,7 +16,7 @@ import orjson
 from scalerl.config.schema import RolloutConfig
 from scalerl.rollout.servers.connection import ask, authorization, watched_socket
 from scalerl.rollout.servers.engines import ENGINES
-from scalerl.rollout.servers.engines.base import CacheSize, Call
+from scalerl.rollout.servers.engines.base import Call
 from scalerl.rollout.servers.purpose import POLICY, Purpose
 from scalerl.rollout.servers.requests import (
     GenerateOutput,
@@ -332,8 +332,8 @@ class RolloutClient:
             return False
         return True
 
-    def cache_size(self) -> CacheSize | None:
-        """The size of the server's KV cache; None for an engine, or a server, that has no such number."""
+    def cache_size(self) -> tuple[int, int] | None:
+        """The tokens of the server's KV cache, and of a page; None for an engine, or a server, without such numbers."""
         call = self.engine.cache_size()
         return None if call is None else self.engine.read_cache_size(self._ask(call))
 

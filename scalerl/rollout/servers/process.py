@@ -152,14 +152,13 @@ class RolloutServer:
             start_new_session=True,
         )
 
-    def wait_ready(self, timeout_s: float | None = None) -> None:
+    def wait_ready(self) -> None:
         """Waits until GET `ready_path` answers 200, from this server and not another on the same port.
 
-        Raises a `ServerStartError` with the server's last log lines when it ends first or `timeout_s` (default:
-        start_timeout_s) passes; the server is stopped then.
+        Raises a `ServerStartError` with the server's last log lines when it ends first or start_timeout_s
+        passes; the server is stopped then.
         """
-        timeout_s = self.start_timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + self.start_timeout_s
         # If another job's server took the port first, that one answers until this one finds the port taken and ends.
         while not (self._answers() and self._listens()):
             if not self.alive():
@@ -171,8 +170,8 @@ class RolloutServer:
                 self.stop()
                 raise self._start_error(
                     ServerNotReadyError,
-                    f"was not ready after {timeout_s:.0f} s; raise {self.purpose.key('start_timeout_s')} if its log "
-                    "shows progress",
+                    f"was not ready after {self.start_timeout_s:.0f} s; raise {self.purpose.key('start_timeout_s')} if "
+                    "its log shows progress",
                 )
             time.sleep(POLL_INTERVAL_S)
 
@@ -263,9 +262,7 @@ class RolloutServer:
         return f"Last lines of its log {self.log_path}:\n{shown}"
 
 
-def start_on_free_port(
-    make_server: Callable[[int], RolloutServer], host: str = "127.0.0.1", timeout_s: float | None = None
-) -> RolloutServer:
+def start_on_free_port(make_server: Callable[[int], RolloutServer], host: str = "127.0.0.1") -> RolloutServer:
     """Starts `make_server(port)` on a free port and waits until it is ready; retries on another if it was taken."""
     for attempt in range(1, PORT_START_ATTEMPTS + 1):
         reserved = ReservedPort(host)
@@ -275,7 +272,7 @@ def start_on_free_port(
             reserved.release()
         server.start()
         try:
-            server.wait_ready(timeout_s)
+            server.wait_ready()
             return server
         except ServerStartError as error:
             if attempt == PORT_START_ATTEMPTS or ADDRESS_IN_USE not in str(error).lower():

@@ -82,18 +82,6 @@ class Call:
     is_optional: bool = False
 
 
-@dataclass(frozen=True)
-class CacheSize:
-    """The size of a server's KV cache.  page_tokens: an engine rounds a configured size down to whole pages."""
-
-    num_tokens: int
-    page_tokens: int = 1
-
-    def is_below(self, told_tokens: int) -> bool:
-        """Whether the cache is smaller than told_tokens, rounded down to whole pages."""
-        return self.num_tokens < told_tokens // self.page_tokens * self.page_tokens
-
-
 class Engine(ABC):
     """One kind of engine; it has no state: that of a server is in `host`, that of a client in `client`.
 
@@ -309,8 +297,11 @@ class Engine(ABC):
         """Asks for the size of the KV cache; None for an engine whose cache has no fixed size."""
         return None
 
-    def read_cache_size(self, answer: Any) -> CacheSize | None:
-        """The size in an answer to `cache_size`; None for an answer that has none."""
+    def read_cache_size(self, answer: Any) -> tuple[int, int] | None:
+        """The tokens of the KV cache and of a page, in an answer to `cache_size`; None for an answer that has none.
+
+        An engine rounds a configured size down to whole pages.
+        """
         raise NotImplementedError(f"{type(self).__name__} asks for the size of its cache and does not read the answer")
 
     # --- refusals ---

@@ -18,7 +18,7 @@ from scalerl.config.schema import RolloutConfig, ServerConfig
 from scalerl.config.suggestions import divisors_text
 from scalerl.models import HFWeights, read_config, weight_block
 from scalerl.models.shape import max_positions, rope_entries
-from scalerl.rollout.servers.engines.base import CacheSize, Call, Command, Engine, Launch, check_context_length
+from scalerl.rollout.servers.engines.base import Call, Command, Engine, Launch, check_context_length
 from scalerl.rollout.servers.requests import FLATTENED, GenerateRequest
 from scalerl.rollout.servers.sglang.cpu_shim import shim_environment
 from scalerl.rollout.servers.sglang.placement_arguments import (
@@ -166,9 +166,9 @@ class SGLangEngine(Engine):
     def cache_size(self) -> Call:
         return Call("/server_info", method="GET")
 
-    def read_cache_size(self, answer: Any) -> CacheSize | None:
+    def read_cache_size(self, answer: Any) -> tuple[int, int] | None:
         num_tokens = answer.get("max_total_num_tokens")
-        return None if num_tokens is None else CacheSize(num_tokens, answer.get("page_size") or 1)
+        return None if num_tokens is None else (num_tokens, answer.get("page_size") or 1)
 
     def expected_checksums(
         self,

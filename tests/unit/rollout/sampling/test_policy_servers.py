@@ -173,16 +173,16 @@ def test_no_server_continues_its_samples_while_the_weights_of_one_are_undefined(
         servers.resume_interrupted()
 
 
-def test_a_server_is_drained_from_the_request_that_interrupts_it_on() -> None:
+def test_a_server_is_drained_from_the_request_that_interrupts_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it fails in it: what it generates then is not known."""
     servers = policy_servers(Ranks())
     servers.mark_serving()
 
-    def pause() -> dict[int, str]:
+    def pause(clients: object) -> dict[int, str]:
         assert not any(order.serving for order in servers.orders.values())
         return {1: "it does not answer"}
 
-    servers.server_set.pause = pause
+    monkeypatch.setattr("scalerl.rollout.sampling.policy_servers.pause", pause)
     assert servers.pause() == {1: "it does not answer"}
 
 

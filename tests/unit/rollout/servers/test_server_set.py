@@ -13,7 +13,7 @@ from scalerl.cluster.pools import ResourcePool
 from scalerl.config.schema import RolloutConfig
 from scalerl.rollout.prompt_sampling import sample_seed
 from scalerl.rollout.sampling.policy_servers import verification_is_due
-from scalerl.rollout.servers import control
+from scalerl.rollout.servers import server_set as module
 from scalerl.rollout.servers.engines import Launch
 from scalerl.rollout.servers.host import in_device_order
 from scalerl.rollout.servers.purpose import POLICY
@@ -183,7 +183,7 @@ def server_set(num_servers: int, waits: list[list[str]], monkeypatch: pytest.Mon
     ]
     servers.hosts = hosts
     servers.clients = dict.fromkeys(range(num_servers))  # type: ignore[assignment]
-    monkeypatch.setattr(control, "are_well", lambda clients: dict.fromkeys(clients, False))
+    monkeypatch.setattr(module, "are_well", lambda clients: dict.fromkeys(clients, False))
     return servers
 
 

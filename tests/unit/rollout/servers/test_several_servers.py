@@ -10,9 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from scalerl.rollout.servers.control import Clients, are_well, continue_generation, pause, small_caches
 from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.servers.replica import ClientSettings, Replica
+from scalerl.rollout.servers.server_set import Clients, are_well, continue_generation, pause, small_caches
 
 NUM_SERVERS = 3
 TOGETHER_S = 20.0
@@ -45,7 +45,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.server.together is not None:
             self.server.together.wait(TOGETHER_S)
-        self._answer(503 if self.server.refuses else 200, b'{"max_total_num_tokens": 48}')
+        self._answer(503 if self.server.refuses else 200, b'{"max_total_num_tokens": 48, "page_size": 16}')
 
     def _answer(self, status: int, body: bytes = b"{}") -> None:
         self.send_response(status)
@@ -90,9 +90,10 @@ def test_all_are_asked_at_the_same_time(servers: list[Server], clients: Clients)
 
 
 def test_the_sizes_of_all_caches_are_asked_at_the_same_time(clients: Clients) -> None:
-    assert list(small_caches(clients, 48)) == []
+    # A configured size is rounded down to whole pages.
+    assert list(small_caches(clients, 63)) == []
     said = [f"rollout server {index}" for index in range(NUM_SERVERS)]
-    assert [sentence.split(" (")[0] for sentence in small_caches(clients, 49)] == said
+    assert [sentence.split(" (")[0] for sentence in small_caches(clients, 64)] == said
 
 
 def test_one_that_refuses_is_named(servers: list[Server], clients: Clients) -> None:
