@@ -33,8 +33,7 @@ from scalerl.rollout.sampling.rollout_workers import RolloutWorkers, default_num
 from scalerl.rollout.sampling.worker import GeneratedBatch, RolloutWorker
 from scalerl.rollout.servers.replica import Replica
 from scalerl.rollout.sync.handover import DeviceMemory, RankMemory
-from scalerl.rollout.sync.order import SyncOrder
-from scalerl.rollout.sync.session import RankReport
+from scalerl.rollout.sync.session import RankReport, SyncOrder
 from scalerl.tracking.metrics import Metric, Timers
 from scalerl.trainer.planners import PackingRules, Planner
 from scalerl.trainer.ppo import Run

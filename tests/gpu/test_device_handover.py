@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 
 from scalerl.base.files import GIB
 from scalerl.rollout.servers.client import RolloutClient
-from scalerl.rollout.servers.weights import serialize_bucket
 from scalerl.rollout.sync.handover import DeviceMemory, measure
 from tests.gpu.conftest import MEMORY_UTILIZATION, generate
+from tests.served_weights import serialize_bucket
 
 # CUDA maps memory in pieces of 2 MiB, and what SGLang keeps beside weights and KV cache stays.
 SLACK_BYTES = 64 * 2**20

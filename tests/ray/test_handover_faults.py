@@ -31,7 +31,7 @@ from scalerl.rollout.sampling.policy_servers import PolicyServers
 from scalerl.rollout.sampling.rollout import HybridRollout
 from scalerl.rollout.servers.client import GenerateRequest, RolloutClient, RolloutError, SamplingParams
 from scalerl.rollout.sync.handover import HandoverError, Point
-from scalerl.rollout.sync.order import Step, SyncOrder
+from scalerl.rollout.sync.session import Step, SyncOrder
 from scalerl.tracking.metrics import rollout_diff_metrics, to_floats
 from scalerl.trainer.ranks.roles import MegatronActor
 from scalerl.trainer.ranks.worker import MegatronWorker

@@ -23,8 +23,8 @@ from scalerl.rollout.servers.client import GenerateOutput, GenerateRequest, Roll
 from scalerl.rollout.servers.connection import authorization, new_key
 from scalerl.rollout.servers.engines import ENGINES, Launch
 from scalerl.rollout.servers.process import RolloutServer, start_on_free_port
-from scalerl.rollout.servers.weights import serialize_bucket
 from tests.folders import is_last_of_its_folder
+from tests.served_weights import serialize_bucket
 from tests.tiny_models import EOS_ID, make_tiny_model
 
 MAX_MODEL_LEN = 96

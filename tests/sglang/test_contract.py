@@ -16,12 +16,13 @@ import torch
 from transformers import AutoTokenizer
 
 from scalerl.rollout.dispatcher import generate_samples
+from scalerl.rollout.servers.checksums import checksum_differences
 from scalerl.rollout.servers.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
 from scalerl.rollout.servers.connection import authorization
 from scalerl.rollout.servers.requests import unfinished_requests
 from scalerl.rollout.servers.supervise import descendants
-from scalerl.rollout.servers.weights import checksum_differences, expected_checksums, serialize_bucket
 from tests.gpu import conftest as gpu
+from tests.served_weights import expected_checksums, serialize_bucket
 from tests.sglang.conftest import MAX_MODEL_LEN, ONE_TOKEN, PROMPTS, Engine, Model
 from tests.tiny_models import EOS_ID
 

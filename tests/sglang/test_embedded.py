@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from scalerl.rollout.dispatcher import generate_samples
+from scalerl.rollout.servers.buckets import Bucket
 from scalerl.rollout.servers.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
 from scalerl.rollout.servers.engines import ENGINES
 from scalerl.rollout.servers.requests import unfinished_requests
-from scalerl.rollout.servers.weights import Bucket
 from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, Engine, Model
-from tests.unit.rollout.servers.test_mapped import place_of
+from tests.unit.rollout.servers.test_buckets import place_of
 
 SAMPLED = SamplingParams(max_new_tokens=16, temperature=1.0, ignore_eos=True)
 

@@ -13,6 +13,7 @@ import torch
 from scalerl.config.schema import RolloutConfig
 from scalerl.config.servers import ROLLOUT_ENGINES, EngineTraits
 from scalerl.rollout.dispatcher import generate_samples
+from scalerl.rollout.servers.buckets import Bucket
 from scalerl.rollout.servers.checksums import checksum_differences
 from scalerl.rollout.servers.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
 from scalerl.rollout.servers.engines import ENGINES, Launch
@@ -20,9 +21,9 @@ from scalerl.rollout.servers.host import ServerHost
 from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.servers.replica import ClientSettings, Replica
 from scalerl.rollout.servers.server_set import continue_generation, pause, small_caches
-from scalerl.rollout.servers.weights import Bucket, expected_checksums
 from scalerl.rollout.sync.session import SyncSession, feeds_of
 from scalerl.rollout.sync.transports.memory import load_bucket
+from tests.served_weights import expected_checksums
 from tests.sglang.third_engine import VOCAB, ThirdEngine
 
 REQUESTS = [

@@ -23,7 +23,7 @@ from scalerl.rollout.servers.recovery import LostServer
 from scalerl.rollout.servers.replica import ClientSettings, Replica
 from scalerl.rollout.servers.server_set import ServerSet, continue_generation, pause
 from scalerl.rollout.sync.handover import Part, Point, check_room
-from scalerl.rollout.sync.order import Step, SyncOrder
+from scalerl.rollout.sync.session import Step, SyncOrder
 from scalerl.rollout.sync.weight_sync import WeightSource
 from scalerl.tracking.metrics import Metric, Metrics, merge_metrics
 

@@ -35,12 +35,13 @@ class Replica:
         dtype: torch.dtype | None = None,
         ranks: Collection[int] | None = None,
     ) -> ExpectedChecksums:
-        """What its server's checksums must be, as `Engine.expected_checksums`."""
+        """What its server's checksums must be.  model_config: the model's config.json.  dtype, ranks: as
+        `ExpectedChecksums`."""
+        from scalerl.rollout.servers.checksums import ExpectedChecksums
         from scalerl.rollout.servers.engines import ENGINES
 
-        return ENGINES[self.engine].expected_checksums(
-            model_config, self.tp_size, dtype, ranks, engine_kwargs=self.engine_kwargs
-        )
+        placement = ENGINES[self.engine].placement(model_config, self.tp_size, self.engine_kwargs)
+        return ExpectedChecksums(placement, dtype, ranks)
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from scalerl.cluster.dispatch import Dispatch, register
 from scalerl.cluster.rank import Worker
 from scalerl.errors import RunError
+from scalerl.rollout.servers.checksums import checksum_differences
 from scalerl.rollout.servers.client import RolloutClient
 from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.servers.replica import ClientSettings, Replica
-from scalerl.rollout.servers.weights import checksum_differences
 from scalerl.rollout.sync.handover import (
     BUCKET_COPIES,
     DeviceMemory,
@@ -33,8 +33,17 @@ from scalerl.rollout.sync.handover import (
     hashed_expert_bytes,
     measure,
 )
-from scalerl.rollout.sync.order import Step, SyncOrder
-from scalerl.rollout.sync.session import Feed, RankReport, SyncSession, Transport, feeds_of, join_feeds, plan_feeds
+from scalerl.rollout.sync.session import (
+    Feed,
+    RankReport,
+    Step,
+    SyncOrder,
+    SyncSession,
+    Transport,
+    feeds_of,
+    join_feeds,
+    plan_feeds,
+)
 
 if TYPE_CHECKING:
     from scalerl.config.servers import TransportName
@@ -223,9 +232,7 @@ class WeightSync:
         measured = memory.record("before_release")
         for part, point in points.items():
             with _timed(session, RELEASE[part]):
-                session.call_all(
-                    RELEASE[part], lambda client, part=part: client.release(client.engine.memory_tags[part])
-                )
+                session.call_all(RELEASE[part], partial(_release, part=part))
                 dist.barrier()
             measured = memory.record_released(part, point, measured)
             session.report.lack = memory.lack(point, measured)
@@ -310,10 +317,10 @@ def make_transport(
 
         backend = "nccl" if next(engine.chunks[0].parameters()).is_cuda else "gloo"
         return BroadcastTransport(engine.export_buckets, backend=backend, timeout_s=timeout_s)
-    from scalerl.rollout.sync.transports.memory import GatheredTransport, NodeBuckets, SharedTransport
+    from scalerl.rollout.sync.transports.memory import GatheredTransport, SharedTransport
 
-    if NodeBuckets.possible(engine):
-        return SharedTransport(NodeBuckets(engine, bucket_bytes))
+    if SharedTransport.possible(engine):
+        return SharedTransport(engine, bucket_bytes)
     return GatheredTransport(engine.export_buckets)
 
 

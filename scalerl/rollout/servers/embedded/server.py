@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 
 from scalerl.base.lean_imports import lean_imports
-from scalerl.rollout.servers import cuda_ipc, mapped
+from scalerl.rollout.servers.buckets import read_cuda, read_mapped
 from scalerl.rollout.servers.connection import OPEN_PATH, is_authorized, take_key
 from scalerl.rollout.servers.process import address_family
 from scalerl.rollout.servers.requests import DATA, EVENT_END, FLATTENED, LAST_EVENT
@@ -182,7 +182,7 @@ def _opened(blob: str, device: torch.device) -> Mapping[str, torch.Tensor]:
     if not blob.startswith("{"):
         return safetensors.torch.load(base64.b64decode(blob, validate=True))
     handle = json.loads(blob)
-    return dict(cuda_ipc.open_bucket(handle, device) if "gpu" in handle else mapped.read(handle))
+    return dict(read_cuda(handle, device) if "gpu" in handle else read_mapped(handle))
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -28,12 +28,10 @@ from scalerl.rollout.servers.requests import (
 )
 
 if TYPE_CHECKING:
-    import torch
-
     from scalerl.config.schema import ServerConfig
     from scalerl.models import ModelShape
-    from scalerl.rollout.servers.checksums import ExpectedChecksums
-    from scalerl.rollout.servers.weights import Bucket
+    from scalerl.rollout.servers.buckets import Bucket
+    from scalerl.rollout.servers.checksums import Placement
 
 Command = tuple[list[str], dict[str, str]]
 
@@ -103,9 +101,9 @@ class Engine(ABC):
         Raises ValueError for a model that cannot be served with these settings.
         """
 
-    @abstractmethod
     def num_ranks(self, tp_size: int) -> int:
         """Ranks of one server with this tensor_model_parallel_size, each of which takes a copy of each bucket."""
+        return 1
 
     # --- weights ---
 
@@ -113,21 +111,17 @@ class Engine(ABC):
     def serialize(self, bucket: Bucket) -> str:
         """A bucket as text for `RolloutClient.update_weights`; to be called once for each rank of the server."""
 
-    @abstractmethod
-    def expected_checksums(
-        self,
-        model_config: Mapping[str, Any],
-        tp_size: int,
-        dtype: torch.dtype | None = None,
-        ranks: Collection[int] | None = None,
-        *,
-        engine_kwargs: Mapping[str, Any] | None = None,
-    ) -> ExpectedChecksums:
-        """The checksums that `RolloutClient.checksums` must return once a stream of tensors is loaded.
+    def placement(
+        self, model_config: Mapping[str, Any], tp_size: int, engine_kwargs: Mapping[str, Any] | None
+    ) -> Placement:
+        """The places where the ranks of a server store a model's tensors.
 
-        model_config: the model's config.json.  dtype, ranks: as `ExpectedChecksums`.
-        engine_kwargs: of the server's configuration; None: without arguments for the engine.
+        model_config: the model's config.json.  engine_kwargs: of the server's configuration; None: without arguments
+        for the engine.
         """
+        from scalerl.rollout.servers.checksums import Placement
+
+        return Placement()
 
     # --- before anything starts ---
 

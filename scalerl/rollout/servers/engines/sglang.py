@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,12 +32,10 @@ from scalerl.rollout.servers.sglang.placement_arguments import (
 from scalerl.rollout.servers.sglang.plugin import ATTENTION_BACKEND, PLUGIN
 
 if TYPE_CHECKING:
-    import torch
-
     from scalerl.models import ModelShape
-    from scalerl.rollout.servers.checksums import ExpectedChecksums
+    from scalerl.rollout.servers.buckets import Bucket
+    from scalerl.rollout.servers.checksums import Placement
     from scalerl.rollout.servers.requests import Slot
-    from scalerl.rollout.servers.weights import Bucket
 
 # Share of the machine's memory for weights and KV cache, an upper bound; max_total_tokens limits the cache in practice.
 CPU_MEM_FRACTION_STATIC = 0.5
@@ -48,7 +46,7 @@ GIVEN_CACHE_FRACTION = 0.95
 PROMPT_SLACK, RESPONSE_SLACK = 6, 2
 CONTEXT_SLACK = PROMPT_SLACK + RESPONSE_SLACK
 # Loader that reads buckets from memory which the trainer's ranks write.
-MAPPED_LOADER = "scalerl.rollout.servers.mapped.load_mapped"
+MAPPED_LOADER = "scalerl.rollout.servers.buckets.load_mapped"
 # Keys without which SGLang does not start; DeepSeek's own config.json has them, one that transformers writes does not.
 LATENT_CONFIG = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 # With what SGLang on a GPU keeps experts as they are loaded, so that their checksums are known, beside the kernels of
@@ -151,7 +149,7 @@ class SGLangEngine(Engine):
         A bucket in mapped memory is not copied. The memory is freed when the server has read it; on a CPU, if it never
         does, when this process ends.
         """
-        from scalerl.rollout.servers.weights import flattened_text
+        from scalerl.rollout.servers.buckets import flattened_text
 
         return flattened_text(bucket.named) if bucket.shared is None else bucket.shared.serialize()
 
@@ -170,20 +168,13 @@ class SGLangEngine(Engine):
         num_tokens = answer.get("max_total_num_tokens")
         return None if num_tokens is None else (num_tokens, answer.get("page_size") or 1)
 
-    def expected_checksums(
-        self,
-        model_config: Mapping[str, Any],
-        tp_size: int,
-        dtype: torch.dtype | None = None,
-        ranks: Collection[int] | None = None,
-        *,
-        engine_kwargs: Mapping[str, Any] | None = None,
-    ) -> ExpectedChecksums:
-        from scalerl.rollout.servers.checksums import ExpectedChecksums
+    def placement(
+        self, model_config: Mapping[str, Any], tp_size: int, engine_kwargs: Mapping[str, Any] | None
+    ) -> Placement:
         from scalerl.rollout.servers.sglang.placement import SGLangPlacement
 
         experts = expert_parallel(_own_arguments(engine_kwargs or {}), tp_size)
-        return ExpectedChecksums(SGLangPlacement(model_config, tp_size, experts), dtype, ranks)
+        return SGLangPlacement(model_config, tp_size, experts)
 
     def has_whole_shared_experts(self, config: ServerConfig) -> bool:
         own, tp_size = _own_arguments(config.engine_kwargs), config.tensor_model_parallel_size

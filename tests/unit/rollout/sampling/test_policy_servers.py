@@ -15,8 +15,7 @@ from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.servers.recovery import LostServer
 from scalerl.rollout.servers.replica import Replica
 from scalerl.rollout.servers.server_set import ServerSet
-from scalerl.rollout.sync.order import Step, SyncOrder, WrongOrderError
-from scalerl.rollout.sync.session import RankReport
+from scalerl.rollout.sync.session import RankReport, Step, SyncOrder, WrongOrderError
 
 
 class Ranks:
