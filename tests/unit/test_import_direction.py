@@ -37,7 +37,7 @@ LAYER = {module: number for number, modules in enumerate(LAYERS) for module in m
 NEVER_IMPORTED = {"extras", "cli"}
 ONLY_IN = {
     "megatron": {"parallel"},
-    "sglang": {"rollout", "cluster"},
+    "sglang": {"rollout", "cluster", "extras"},
     "mlflow": {"tracking"},
     "tensorboard": {"tracking"},
     "wandb": {"tracking"},
