@@ -167,7 +167,7 @@ class InstantRolloutWorker:
         self.generator = np.random.default_rng(seed)
 
     async def generate(self, dataset: str, groups: Sequence[SampleGroup], n: int, *args: Any, **kwargs: Any) -> Any:
-        return GeneratedBatch(0, sample_columns(groups, n, self.generator), 0.0, 0.0, 0, [], [])
+        return GeneratedBatch(0, sample_columns(groups, n, self.generator), 0.0, 0, [], [])
 
     async def connect(self, *args: Any, **kwargs: Any) -> None:
         pass

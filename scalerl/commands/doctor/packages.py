@@ -20,7 +20,8 @@ class Package:
     """A package to check.
 
     module: top-level module.  imports: what a run imports of it.  without: the consequence of its absence.
-    is_light: imported in a fraction of a second.  needs_stand_ins: without a GPU it is imported as the server on a CPU does.
+    is_light: imported in a fraction of a second.  needs_stand_ins: without a GPU it is imported as the server on a CPU
+    does.
     """
 
     name: str

@@ -36,14 +36,13 @@ if TYPE_CHECKING:
 class GeneratedBatch:
     """What the controller gets of a generation from one rollout worker.
 
-    samples: column -> [S], of finished groups.  gen_s, reward_wait_s: seconds.
+    samples: column -> [S], of finished groups.
     num_resubmitted: samples that were asked again because of their server, since the worker's last result.
     missing: servers that were lost and have no successor yet.  unfinished: groups that an early end left.
     """
 
     batch_id: int
     samples: dict[str, np.ndarray]
-    gen_s: float
     # Scoring runs while other samples generate; this is what remained after the last sample.
     reward_wait_s: float
     num_resubmitted: int
@@ -224,7 +223,6 @@ class RolloutWorker(HeldBatches, Reusable):
         assert task is not None, "not in an event loop"
         self.generations.add(task)
         task.add_done_callback(self.generations.discard)
-        start = time.perf_counter()
         prompts = {group.uid: self.datasets[dataset][group.prompt_uid] for group in groups}
         scores = GroupScores(n, lambda sample: self._score(dataset, prompts[sample.uid], sample), enough)
         requests, before = [], []
@@ -245,7 +243,7 @@ class RolloutWorker(HeldBatches, Reusable):
                 stop_when=None if enough is None else lambda: self.early_ends.is_over(generation, scores),
                 replacements=self.replacements,
             )
-            gen_s = time.perf_counter() - start
+            generated_at = time.perf_counter()
             whole = [group for group in groups if scores.is_finished(group.uid)]
             results = {group.uid: await scores.of(group.uid) for group in whole}
         finally:
@@ -270,8 +268,7 @@ class RolloutWorker(HeldBatches, Reusable):
         return GeneratedBatch(
             batch_id=batch_id,
             samples=batch.samples,
-            gen_s=gen_s,
-            reward_wait_s=time.perf_counter() - start - gen_s,
+            reward_wait_s=time.perf_counter() - generated_at,
             num_resubmitted=num_resubmitted,
             missing=list(self.replacements.missing.values()),
             unfinished=unfinished,

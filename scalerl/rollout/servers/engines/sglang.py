@@ -236,9 +236,7 @@ def _on_cpu(launch: Launch) -> tuple[dict[str, Any], dict[str, str], dict[str, A
     """What a server without a GPU needs: arguments, environment variables and changes of config.json."""
     on_cpu = extra("sglang_on_cpu")
     if on_cpu is None:
-        raise UserError(
-            "SGLang runs on a CPU only with scalerl.extras, which is not installed; use the engine embedded"
-        )
+        raise UserError("SGLang on a CPU needs scalerl.extras, which is not installed; use the engine embedded")
     return on_cpu(launch, launch.max_model_len + CONTEXT_SLACK)
 
 
