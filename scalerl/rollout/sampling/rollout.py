@@ -49,8 +49,10 @@ GENERATION_TIMEOUT = "actor_rollout_ref.rollout.generation_timeout_s"
 
 @dataclass(eq=False)
 class Generation:
-    """A generation in progress. calls: rollout worker -> the result of its groups.  finished: the result of all workers;
-    None before somebody has waited for it."""
+    """A generation in progress. calls: rollout worker -> the result of its groups.
+
+    finished: the result of all workers; None before somebody has waited for it.
+    """
 
     groups: list[SampleGroup]
     calls: dict[int, ray.ObjectRef]
