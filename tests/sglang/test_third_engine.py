@@ -18,8 +18,7 @@ from scalerl.rollout.servers.checksums import checksum_differences
 from scalerl.rollout.servers.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
 from scalerl.rollout.servers.engines import ENGINES, Launch
 from scalerl.rollout.servers.host import ServerHost
-from scalerl.rollout.servers.purpose import POLICY
-from scalerl.rollout.servers.replica import ClientSettings, Replica
+from scalerl.rollout.servers.replica import POLICY, ClientSettings, Replica
 from scalerl.rollout.servers.server_set import continue_generation, pause, small_caches
 from scalerl.rollout.sync.session import SyncSession, feeds_of
 from scalerl.rollout.sync.transports.memory import load_bucket

@@ -15,10 +15,10 @@ from scalerl.base.user_code import forget_files, import_files
 from scalerl.batch.data_proto import DataProto
 from scalerl.cluster.pools import Reusable
 from scalerl.rollout.prompt_sampling import sample_seed, sampling_of
+from scalerl.rollout.sampling.dump import decoded, joined_columns, texts_of, write_dump
 from scalerl.rollout.sampling.groups import EarlyEndCount, GroupScores, SampleGroup
 from scalerl.rollout.sampling.held_batches import HeldBatches
 from scalerl.rollout.sampling.sample_columns import to_batch
-from scalerl.rollout.sampling.texts import decoded, texts_of
 
 if TYPE_CHECKING:
     from scalerl.config.schema import CustomRewardFunctionConfig, ProgramConfig, RewardModelConfig
@@ -344,7 +344,6 @@ class RolloutWorker(HeldBatches, Reusable):
         own: (batch of this worker, rows of it, which rows of the step they are).  made[i]: token columns of rows[i],
         the trainer's or those that other workers have.
         """
-        from scalerl.rollout.sampling.dump import joined_columns, write_dump
 
         def write() -> None:
             held = [self.all_tokens(batch_id).select(batch_rows) for batch_id, batch_rows, _ in own]

@@ -17,7 +17,7 @@ from scalerl.config.schema import RolloutConfig
 from scalerl.rollout.servers.connection import ask, authorization, watched_socket
 from scalerl.rollout.servers.engines import ENGINES
 from scalerl.rollout.servers.engines.base import Call
-from scalerl.rollout.servers.purpose import POLICY, Purpose
+from scalerl.rollout.servers.replica import POLICY, Purpose
 from scalerl.rollout.servers.requests import (
     GenerateOutput,
     GenerateRequest,

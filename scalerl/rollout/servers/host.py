@@ -28,8 +28,7 @@ from scalerl.rollout.servers.process import (
     start_on_free_port,
     url_of,
 )
-from scalerl.rollout.servers.purpose import Purpose
-from scalerl.rollout.servers.replica import ClientSettings, Replica
+from scalerl.rollout.servers.replica import ClientSettings, Purpose, Replica
 
 
 def in_device_order(gpu_ids: Sequence[int | str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""`Replica`, the address of a server; `ClientSettings`, which make clients."""
+"""`Replica`, the address of a server; `Purpose` of a set of servers; `ClientSettings`, which make clients."""
 
 from __future__ import annotations
 
@@ -6,13 +6,31 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from scalerl.rollout.servers.purpose import Purpose
-
 if TYPE_CHECKING:
     import torch
 
     from scalerl.rollout.servers.checksums import ExpectedChecksums
     from scalerl.rollout.servers.client import RolloutClient
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """The purpose of servers.  who: their name in errors.
+
+    section: configuration section of their `ServerConfig`; None: a command's server, which options of it configure.
+    """
+
+    who: str
+    section: str | None
+
+    def key(self, name: str) -> str:
+        """What sets this field of their `ServerConfig`: a configuration key, or an option."""
+        return f"--{name.replace('_', '-')}" if self.section is None else f"{self.section}.{name}"
+
+
+POLICY = Purpose("rollout server", "actor_rollout_ref.rollout")
+JUDGE = Purpose("judge server", "reward_model.judge")
+GENERATION = Purpose("rollout server", "rollout")
 
 
 @dataclass(frozen=True)

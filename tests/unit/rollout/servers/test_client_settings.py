@@ -9,8 +9,7 @@ from pathlib import Path
 import scalerl
 from scalerl.config.schema import RolloutConfig
 from scalerl.rollout.servers.client import RolloutClient
-from scalerl.rollout.servers.purpose import POLICY
-from scalerl.rollout.servers.replica import ClientSettings, Replica
+from scalerl.rollout.servers.replica import POLICY, ClientSettings, Replica
 
 PACKAGE = Path(scalerl.__file__).parent
 
