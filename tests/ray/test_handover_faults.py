@@ -162,7 +162,7 @@ class Run:
         client = self.client(index)
         os.killpg(self.process_group(index), signal.SIGKILL)
         deadline = time.monotonic() + GONE_TIMEOUT_S
-        while client.healthy():
+        while asyncio.run(client.is_well()):
             assert time.monotonic() < deadline, f"{client.url} survives SIGKILL"
             time.sleep(0.05)
 

@@ -188,8 +188,6 @@ def test_a_second_session_is_refused(engine: Engine) -> None:
 
 
 def test_release_and_resume_keep_their_order(engine: Engine, model_a: Model) -> None:
-    with pytest.raises(ValueError, match="not released"):
-        engine.client.resume(["weights"])
     engine.client.release(["kv_cache"])
     engine.client.release(["weights"])
     engine.client.resume(["weights"])

@@ -7,7 +7,7 @@ import contextlib
 import http.client
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 import aiohttp
@@ -71,7 +71,6 @@ class RolloutClient:
         self._http: aiohttp.ClientSession | None = None
         self._num_users = 0
         self._has_session: bool | None = None
-        self._released: set[str] = set()
         self._paused = False
 
     # --- generation ---
@@ -260,29 +259,17 @@ class RolloutClient:
 
     # --- state ---
 
-    def release(self, tags: Sequence[str] | None = None) -> None:
-        """Has the server, which may run no request, give device memory back.
-
-        tags: of the engine's (`memory_tags`); None: all.
-        """
-        wanted = self._tags(tags)
-        for call in self.engine.release(wanted, idle_wait_s=min(IDLE_WAIT_S, self.timeout_s / 2)):
+    def release(self, tags: Sequence[str]) -> None:
+        """Has the server, which may run no request, give device memory back.  tags: of the engine's (`memory_tags`)."""
+        for call in self.engine.release(tags, idle_wait_s=min(IDLE_WAIT_S, self.timeout_s / 2)):
             self._ask(call)
-        self._released |= set(wanted)
 
-    def resume(self, tags: Sequence[str] | None = None) -> None:
+    def resume(self, tags: Sequence[str]) -> None:
         """Has the server take back the memory that `release` freed. Weights come back undefined and must be updated.
 
-        Raises ValueError for a tag that this client did not release: an engine may die of it.
+        An engine may die of tags that are not released: `SyncOrder` keeps the order of a run.
         """
-        wanted = set(self._tags(tags))
-        if not wanted <= self._released:
-            raise ValueError(f"resume {sorted(wanted)}: {sorted(wanted - self._released)} is not released")
-        self._ask(self.engine.resume(self._tags(tags)))
-        self._released -= wanted
-
-    def _tags(self, tags: Iterable[str] | None) -> list[str]:
-        return [tag for part in self.engine.memory_tags.values() for tag in part] if tags is None else list(tags)
+        self._ask(self.engine.resume(tags))
 
     def pause(self) -> None:
         """Ends running requests with what they have (finish reason abort); new ones wait for `continue_generation`."""
@@ -297,11 +284,6 @@ class RolloutClient:
     def paused(self) -> bool:
         """Whether this client paused the server."""
         return self._paused
-
-    @property
-    def released(self) -> frozenset[str]:
-        """The tags that this client released."""
-        return frozenset(self._released)
 
     async def is_well(self) -> bool:
         """Whether the engine behind the server does its work, within HEALTH_TIMEOUT_S.
@@ -324,13 +306,6 @@ class RolloutClient:
                     pass
                 await asyncio.sleep(HEALTH_POLL_S)
         return False
-
-    def healthy(self) -> bool:
-        try:
-            self._ask(Call(self.engine.ready_path, method="GET"))
-        except RolloutError:
-            return False
-        return True
 
     def cache_size(self) -> tuple[int, int] | None:
         """The tokens of the server's KV cache, and of a page; None for an engine, or a server, without such numbers."""
