@@ -225,14 +225,9 @@ class RolloutWorker(HeldBatches, Reusable):
         task.add_done_callback(self.generations.discard)
         prompts = {group.uid: self.datasets[dataset][group.prompt_uid] for group in groups}
         scores = GroupScores(n, lambda sample: self._score(dataset, prompts[sample.uid], sample), enough)
-        requests, before = [], []
-        for group in groups:
-            interrupted = self.interrupted.pop(group.uid, None)
-            before += interrupted.finished if interrupted else []
-            begun = interrupted.asks if interrupted else {index: [] for index in range(n)}
-            requests += self._requests(dataset, group, prompts[group.uid], sampling, begun)
+        requests, finished = self._requests(dataset, groups, prompts, n, sampling)
         try:
-            for sample in before:
+            for sample in finished:
                 scores.add(sample)
             left_over = await make_samples(
                 self.clients,
@@ -258,12 +253,9 @@ class RolloutWorker(HeldBatches, Reusable):
             more=self.loss_columns if dataset == "train" else (),
         )
         batch_id = self.hold(batch) if keep else next(self.batch_ids)
-        unfinished = [group for group in groups if group.uid not in results]
         if carry:
-            asks: dict[int, dict[int, list[Ask]]] = {}
             for (uid, index), turns in left_over.items():
-                asks.setdefault(uid, {})[index] = turns
-            self.interrupted |= {uid: Interrupted(begun, scores.finished(uid)) for uid, begun in asks.items()}
+                self.interrupted.setdefault(uid, Interrupted({}, scores.finished(uid))).asks[index] = turns
         num_resubmitted, self.replacements.num_resubmitted = self.replacements.num_resubmitted, 0
         return GeneratedBatch(
             batch_id=batch_id,
@@ -271,24 +263,32 @@ class RolloutWorker(HeldBatches, Reusable):
             reward_wait_s=time.perf_counter() - generated_at,
             num_resubmitted=num_resubmitted,
             missing=list(self.replacements.missing.values()),
-            unfinished=unfinished,
+            unfinished=[group for group in groups if group.uid not in results],
         )
 
     def _requests(
         self,
         dataset: str,
-        group: SampleGroup,
-        prompt: PromptRow,
+        groups: Sequence[SampleGroup],
+        prompts: Mapping[int, PromptRow],
+        n: int,
         sampling: SamplingParams,
-        asks: dict[int, list[Ask]],
-    ) -> list[SampleRequest]:
+    ) -> tuple[list[SampleRequest], list[Trajectory]]:
+        """The samples to make, and those that interrupted groups have already. prompts: uid of a group -> its prompt."""
         from scalerl.rollout.samples import SampleRequest
 
-        sampling = sampling_of(dataset, prompt, sampling)
-        return [
-            SampleRequest(group.uid, index, prompt, sampling, self._seed(group.uid, index), turns)
-            for index, turns in asks.items()
-        ]
+        requests: list[SampleRequest] = []
+        finished: list[Trajectory] = []
+        for group in groups:
+            begun = self.interrupted.pop(group.uid, None) or Interrupted({index: [] for index in range(n)}, [])
+            finished += begun.finished
+            prompt = prompts[group.uid]
+            own = sampling_of(dataset, prompt, sampling)
+            requests += [
+                SampleRequest(group.uid, index, prompt, own, self._seed(group.uid, index), turns)
+                for index, turns in begun.asks.items()
+            ]
+        return requests, finished
 
     def _seed(self, uid: int, sample_index: int) -> int:
         return sample_seed(self.seed, *SampleGroup.step_and_position(uid), sample_index)

@@ -46,7 +46,8 @@ class ServerArgumentsError(ServerStartError, UserError):
 
 
 class ServerNotReadyError(ServerStartError, RunError):
-    """Raised for a server that did not answer in time, or ended for another reason than its arguments.
+    """Raised for a server that did not answer in time, ended for another reason than its arguments, or has less memory
+    than planned.
 
     It may have been killed, have lost its device, or wait for a slow disk: the next start may succeed.
     """

@@ -23,7 +23,7 @@ from scalerl.config.servers import ReplicaRoom
 from scalerl.rollout.servers.client import RolloutClient
 from scalerl.rollout.servers.engines import ENGINES, Launch
 from scalerl.rollout.servers.host import ServerHost, process_key
-from scalerl.rollout.servers.process import ServerStartError
+from scalerl.rollout.servers.process import ServerNotReadyError, ServerStartError
 from scalerl.rollout.servers.recovery import LostServer
 from scalerl.rollout.servers.replica import ClientSettings, Replica
 from scalerl.rollout.servers.requests import RolloutError
@@ -189,7 +189,7 @@ class ServerSet:
         self.replicas = [Replica(url, self.config.name, tp_size, key, kwargs) for url, key in started]
         self.clients = {index: self.settings.client(replica) for index, replica in enumerate(self.replicas)}
         if small := list(small_caches(self.clients, self.config.kv_cache_tokens)):
-            raise ServerStartError("\n".join(small))
+            raise ServerNotReadyError("\n".join(small))
 
     def end(self, lost: Mapping[int, str]) -> None:
         """Kills what is left of lost servers, index -> why, side by side; they are down then.
