@@ -274,7 +274,7 @@ class RolloutWorker(HeldBatches, Reusable):
         n: int,
         sampling: SamplingParams,
     ) -> tuple[list[SampleRequest], list[Trajectory]]:
-        """The samples to make, and those that interrupted groups have already. prompts: uid of a group -> its prompt."""
+        """The samples to make, and those that interrupted groups have already.  prompts: uid of a group -> prompt."""
         from scalerl.rollout.samples import SampleRequest
 
         requests: list[SampleRequest] = []
