@@ -87,7 +87,7 @@ def write_otherwise(buckets: Any, engine: Any) -> None:
     limit = 8 * largest
     last = dist.get_rank() == dist.get_world_size() - 1
     fits = int(BUCKET_COPIES * (largest * 2 if last else limit) / BUCKET_FREE_FRAC)
-    agreed = agreed_bucket_bytes(fits, "here", limit_bytes=limit, largest_bytes=largest, num_copies=BUCKET_COPIES)
+    agreed = agreed_bucket_bytes(fits, "here", limit_bytes=limit, largest_bytes=largest)
     assert agreed == 2 * largest
     before, count = buckets.memory, buckets.num_buckets
     exported = [[(name, x.clone()) for name, x in bucket] for bucket in engine.export_buckets(agreed)]

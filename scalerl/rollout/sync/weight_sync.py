@@ -22,7 +22,6 @@ from scalerl.rollout.servers.checksums import checksum_differences
 from scalerl.rollout.servers.client import RolloutClient
 from scalerl.rollout.servers.replica import POLICY, ClientSettings, Replica
 from scalerl.rollout.sync.handover import (
-    BUCKET_COPIES,
     DeviceMemory,
     Part,
     Point,
@@ -196,7 +195,6 @@ class WeightSync:
             device,
             limit_bytes=self.bucket_bytes,
             largest_bytes=largest_bytes(engine.family, engine.shape, itemsize),
-            num_copies=BUCKET_COPIES,
         )
 
     def _verify(self, session: SyncSession) -> None:
