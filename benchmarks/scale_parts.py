@@ -31,7 +31,7 @@ from scalerl.rollout.sampling.policy_servers import PolicyServers
 from scalerl.rollout.sampling.rollout import HybridRollout
 from scalerl.rollout.sampling.rollout_workers import RolloutWorkers, default_num_workers, share_servers
 from scalerl.rollout.sampling.worker import GeneratedBatch, RolloutWorker
-from scalerl.rollout.servers.replica import Replica
+from scalerl.rollout.servers.client import Replica
 from scalerl.rollout.sync.handover import DeviceMemory, RankMemory
 from scalerl.rollout.sync.session import RankReport, SyncOrder
 from scalerl.tracking.metrics import Metric, Timers

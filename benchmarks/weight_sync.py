@@ -228,8 +228,8 @@ def measure_syncs(job: SyncJob, engine: Any, path: str, bucket_mb: int) -> dict[
     import torch
     import torch.distributed as dist
 
+    from scalerl.rollout.servers.client import Replica
     from scalerl.rollout.servers.engines import ENGINES
-    from scalerl.rollout.servers.replica import Replica
     from scalerl.rollout.sync.weight_sync import WeightSync
 
     sync = WeightSync(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from scalerl.rollout.servers.buckets import Bucket, NamedTensors
+from scalerl.rollout.servers.client import Replica
 from scalerl.rollout.servers.engines import ENGINES
-from scalerl.rollout.servers.replica import Replica
 
 
 def serialize_bucket(named_tensors: NamedTensors, engine: str) -> str:

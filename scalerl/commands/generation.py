@@ -27,8 +27,9 @@ from scalerl.data.tables import FileTable
 from scalerl.data.unknown_text import UnknownRows
 from scalerl.rollout.dispatcher import generate_samples, max_in_flight
 from scalerl.rollout.prompt_sampling import override_sampling, sample_seed
+from scalerl.rollout.servers.client import ClientSettings, Replica
+from scalerl.rollout.servers.purpose import GENERATION
 from scalerl.rollout.servers.recovery import LostServer, Replacements
-from scalerl.rollout.servers.replica import GENERATION, ClientSettings, Replica
 from scalerl.rollout.servers.requests import GenerateOutput, GenerateRequest, SamplingParams
 from scalerl.rollout.servers.server_set import ServerSet
 

@@ -20,7 +20,7 @@ from scalerl.models.shape import max_positions
 from scalerl.rollout.servers.connection import NO_KEY
 from scalerl.rollout.servers.engines import ENGINES, Launch
 from scalerl.rollout.servers.process import START_TIMEOUT_S, RolloutServer
-from scalerl.rollout.servers.replica import Purpose
+from scalerl.rollout.servers.purpose import Purpose
 
 # Environment variable with the key that the server asks for and clients send; unset or empty: no key is needed.
 API_KEY = "SCALERL_API_KEY"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from scalerl.rollout.servers.replica import Replica
+from scalerl.rollout.servers.client import Replica
 from scalerl.rollout.sync.session import feeds_of, join_feeds
 from tests.dist.launch import run_ranks
 from tests.served_weights import expected_checksums

@@ -42,7 +42,7 @@ def sync_then_move_on(
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.parallel.layout import Layout, initialize
     from scalerl.rollout.servers.checksums import checksum_differences
-    from scalerl.rollout.servers.replica import Replica
+    from scalerl.rollout.servers.client import Replica
     from scalerl.rollout.sync.weight_sync import WeightSync
     from tests.served_weights import expected_checksums
 

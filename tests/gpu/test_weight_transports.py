@@ -32,7 +32,7 @@ def sync_twice(
     from scalerl.parallel import platform
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.parallel.layout import Layout, initialize
-    from scalerl.rollout.servers.replica import Replica
+    from scalerl.rollout.servers.client import Replica
     from scalerl.rollout.sync.weight_sync import WeightSync
 
     groups = initialize(Layout(1), backend=platform.backend(), timeout_s=120, seed=1)

@@ -11,8 +11,9 @@ import pytest
 
 from scalerl.cluster.processes import Lease, Processes
 from scalerl.config.schema import ModelConfig
+from scalerl.rollout.servers.client import ClientSettings
 from scalerl.rollout.servers.process import ServerStartError
-from scalerl.rollout.servers.replica import POLICY, ClientSettings
+from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.servers.server_set import ServerSet
 from tests.sglang.conftest import MAX_MODEL_LEN, make_model, rollout_config
 

@@ -15,10 +15,18 @@ from scalerl.config.servers import ROLLOUT_ENGINES, EngineTraits
 from scalerl.rollout.dispatcher import generate_samples
 from scalerl.rollout.servers.buckets import Bucket
 from scalerl.rollout.servers.checksums import checksum_differences
-from scalerl.rollout.servers.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
+from scalerl.rollout.servers.client import (
+    ClientSettings,
+    GenerateOutput,
+    GenerateRequest,
+    Replica,
+    RolloutClient,
+    RolloutError,
+    SamplingParams,
+)
 from scalerl.rollout.servers.engines import ENGINES, Launch
 from scalerl.rollout.servers.host import ServerHost
-from scalerl.rollout.servers.replica import POLICY, ClientSettings, Replica
+from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.servers.server_set import continue_generation, pause, small_caches
 from scalerl.rollout.sync.session import SyncSession, feeds_of
 from scalerl.rollout.sync.transports.memory import load_bucket

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from scalerl.parallel.export import Needed
 from scalerl.rollout.servers.checksums import checksum_differences
-from scalerl.rollout.servers.client import GenerateRequest, RolloutClient, RolloutError, SamplingParams
+from scalerl.rollout.servers.client import GenerateRequest, Replica, RolloutClient, RolloutError, SamplingParams
 from scalerl.rollout.servers.engines import ENGINES, Launch
 from scalerl.rollout.servers.process import RolloutServer, start_on_free_port
-from scalerl.rollout.servers.replica import Replica
 from scalerl.rollout.servers.supervise import descendants
 from scalerl.rollout.servers.update_group import address_towards, in_sending_order, pack_bytes
 from scalerl.rollout.sync.session import Feed, SyncSession

@@ -26,10 +26,10 @@ from scalerl.cluster.pools import ResourcePool
 from scalerl.config.schema import ModelConfig
 from scalerl.parallel.export import Needed
 from scalerl.rollout.servers.checksums import checksum_differences
-from scalerl.rollout.servers.client import GenerateRequest, RolloutClient, SamplingParams
+from scalerl.rollout.servers.client import ClientSettings, GenerateRequest, RolloutClient, SamplingParams
 from scalerl.rollout.servers.process import ServerStartError
+from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.servers.recovery import LostServer
-from scalerl.rollout.servers.replica import POLICY, ClientSettings
 from scalerl.rollout.servers.server_set import ServerSet
 from scalerl.rollout.sync.session import Feed, SyncSession
 from scalerl.rollout.sync.transports.broadcast import BroadcastTransport

@@ -13,8 +13,9 @@ from scalerl.config.schema import JudgeConfig, ModelConfig
 from scalerl.rewards.errors import RewardError
 from scalerl.rewards.judge import describe_failure, fill, load_question, read_number
 from scalerl.rewards.manager import ScoreRequest, ScoreResult
+from scalerl.rollout.servers.client import ClientSettings, Replica
+from scalerl.rollout.servers.purpose import JUDGE
 from scalerl.rollout.servers.recovery import LostServer, Replacements
-from scalerl.rollout.servers.replica import JUDGE, ClientSettings, Replica
 from scalerl.rollout.servers.requests import GenerateOutput, GenerateRequest, RolloutError, SamplingParams
 
 if TYPE_CHECKING:

@@ -17,9 +17,10 @@ from scalerl.config.schema import PPOConfig
 from scalerl.config.servers import weight_directory
 from scalerl.rollout.dispatcher import max_in_flight
 from scalerl.rollout.sampling.rollout_workers import RolloutWorkers
+from scalerl.rollout.servers.client import ClientSettings, Replica
 from scalerl.rollout.servers.engines import ENGINES
+from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.servers.recovery import LostServer
-from scalerl.rollout.servers.replica import POLICY, ClientSettings, Replica
 from scalerl.rollout.servers.server_set import ServerSet, continue_generation, pause
 from scalerl.rollout.sync.handover import Part, Point, check_room
 from scalerl.rollout.sync.session import Step, SyncOrder

@@ -19,8 +19,8 @@ from scalerl.cluster.worker_group import LEAVE_TIMEOUT_S
 if TYPE_CHECKING:
     from scalerl.batch import StepPlan
     from scalerl.rollout.sampling.groups import SampleGroup
+    from scalerl.rollout.servers.client import ClientSettings, Replica
     from scalerl.rollout.servers.recovery import LostServer
-    from scalerl.rollout.servers.replica import ClientSettings, Replica
 
 T = TypeVar("T")
 

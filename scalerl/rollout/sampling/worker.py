@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from scalerl.rollout.samples import SampleRequest
     from scalerl.rollout.sampling.groups import EarlyEnd
     from scalerl.rollout.sampling.judge import Judge
-    from scalerl.rollout.servers.client import RolloutClient, SamplingParams
+    from scalerl.rollout.servers.client import ClientSettings, Replica, RolloutClient, SamplingParams
     from scalerl.rollout.servers.recovery import LostServer, Replacements
-    from scalerl.rollout.servers.replica import ClientSettings, Replica
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""`RolloutClient`: generation (async) and weight updates (sync) on one rollout server, in its engine's protocol."""
+"""`RolloutClient`: generation (async) and weight updates (sync) on one rollout server, in its engine's protocol.
+
+`Replica` is the address of a server, and `ClientSettings` make the clients of a run.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ import contextlib
 import http.client
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import orjson
@@ -17,7 +21,7 @@ from scalerl.config.schema import RolloutConfig
 from scalerl.rollout.servers.connection import ask, authorization, watched_socket
 from scalerl.rollout.servers.engines import ENGINES
 from scalerl.rollout.servers.engines.base import Call
-from scalerl.rollout.servers.replica import POLICY, Purpose
+from scalerl.rollout.servers.purpose import POLICY, Purpose
 from scalerl.rollout.servers.requests import (
     GenerateOutput,
     GenerateRequest,
@@ -29,7 +33,20 @@ from scalerl.rollout.servers.requests import (
     slots_of,
 )
 
-__all__ = ["GenerateOutput", "GenerateRequest", "RolloutClient", "RolloutError", "SamplingParams"]
+if TYPE_CHECKING:
+    import torch
+
+    from scalerl.rollout.servers.checksums import ExpectedChecksums
+
+__all__ = [
+    "ClientSettings",
+    "GenerateOutput",
+    "GenerateRequest",
+    "Replica",
+    "RolloutClient",
+    "RolloutError",
+    "SamplingParams",
+]
 
 # Within this time an engine without requests becomes idle.
 IDLE_WAIT_S = 30.0
@@ -37,6 +54,34 @@ IDLE_WAIT_S = 30.0
 HEALTH_TIMEOUT_S = 60.0
 HEALTH_POLL_S = 0.2
 JSON = {"Content-Type": "application/json"}
+
+
+@dataclass(frozen=True)
+class Replica:
+    """The address of a rollout server.  engine: name of its engine (`engines.ENGINES`).
+
+    tp_size: its ranks, each of which takes a copy of each bucket.  key: the key that its clients must have.
+    engine_kwargs: of its configuration.
+    """
+
+    url: str
+    engine: str
+    tp_size: int
+    key: str = field(repr=False)
+    engine_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
+
+    def expected_checksums(
+        self,
+        model_config: Mapping[str, Any],
+        dtype: torch.dtype | None = None,
+        ranks: Collection[int] | None = None,
+    ) -> ExpectedChecksums:
+        """What its server's checksums must be.  model_config: the model's config.json.  dtype, ranks: as
+        `ExpectedChecksums`."""
+        from scalerl.rollout.servers.checksums import ExpectedChecksums
+
+        placement = ENGINES[self.engine].placement(model_config, self.tp_size, self.engine_kwargs)
+        return ExpectedChecksums(placement, dtype, ranks)
 
 
 class RolloutClient:
@@ -336,3 +381,27 @@ class RolloutClient:
         if (failure := self.engine.read_failure(answer)) is not None:
             raise RolloutError(f"{where} failed: {failure}")
         return {} if answer is None else answer
+
+
+@dataclass(frozen=True)
+class ClientSettings:
+    """The settings of all clients of a set of servers, in any process.
+
+    timeout_s, max_concurrency (samples in flight): from the configuration, so that neither has a default here.
+    """
+
+    purpose: Purpose
+    max_model_len: int
+    timeout_s: float
+    max_concurrency: int
+
+    def client(self, replica: Replica) -> RolloutClient:
+        return RolloutClient(
+            replica.url,
+            replica.engine,
+            key=replica.key,
+            max_model_len=self.max_model_len,
+            timeout_s=self.timeout_s,
+            max_concurrency=self.max_concurrency,
+            purpose=self.purpose,
+        )

@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from scalerl.cluster.pools import Reusable
-from scalerl.rollout.servers.client import RolloutClient
+from scalerl.rollout.servers.client import ClientSettings, Replica, RolloutClient
 from scalerl.rollout.servers.connection import new_key
 from scalerl.rollout.servers.engines import ENGINES, Launch
 from scalerl.rollout.servers.process import (
@@ -28,7 +28,7 @@ from scalerl.rollout.servers.process import (
     start_on_free_port,
     url_of,
 )
-from scalerl.rollout.servers.replica import ClientSettings, Purpose, Replica
+from scalerl.rollout.servers.purpose import Purpose
 
 
 def in_device_order(gpu_ids: Sequence[int | str]) -> list[str]:

@@ -21,7 +21,7 @@ import psutil
 from scalerl.base.process import inherited_by_servers
 from scalerl.errors import EXIT_USER_ERROR, RunError, UserError
 from scalerl.rollout.servers.connection import KEY_VARIABLE, OPEN_PATH, ask, new_key
-from scalerl.rollout.servers.replica import POLICY, Purpose
+from scalerl.rollout.servers.purpose import POLICY, Purpose
 from scalerl.rollout.servers.supervise import descendants
 
 # Seconds that a server may take to start where nobody gives a number; less than trainer.timeout_s, so that a server

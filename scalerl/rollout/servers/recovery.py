@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scalerl.rollout.servers.replica import ClientSettings, Replica
+from scalerl.rollout.servers.client import ClientSettings, Replica
 
 if TYPE_CHECKING:
     from scalerl.rollout.servers.client import RolloutClient

@@ -20,12 +20,11 @@ from scalerl.cluster.ask import values_of
 from scalerl.cluster.pools import ActorSpec, PooledActor, ResourcePool
 from scalerl.config.schema import ModelConfig, ServerConfig
 from scalerl.config.servers import ReplicaRoom
-from scalerl.rollout.servers.client import RolloutClient
+from scalerl.rollout.servers.client import ClientSettings, Replica, RolloutClient
 from scalerl.rollout.servers.engines import ENGINES, Launch
 from scalerl.rollout.servers.host import ServerHost, process_key
 from scalerl.rollout.servers.process import ServerNotReadyError, ServerStartError
 from scalerl.rollout.servers.recovery import LostServer
-from scalerl.rollout.servers.replica import ClientSettings, Replica
 from scalerl.rollout.servers.requests import RolloutError
 
 logger = logging.getLogger(__name__)

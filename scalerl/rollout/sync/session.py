@@ -12,8 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
-from scalerl.rollout.servers.client import RolloutClient, RolloutError
-from scalerl.rollout.servers.replica import Replica
+from scalerl.rollout.servers.client import Replica, RolloutClient, RolloutError
 from scalerl.tracking.metrics import Metric
 
 if TYPE_CHECKING:

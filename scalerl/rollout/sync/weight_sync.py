@@ -19,8 +19,8 @@ from scalerl.cluster.dispatch import Dispatch, register
 from scalerl.cluster.rank import Worker
 from scalerl.errors import RunError
 from scalerl.rollout.servers.checksums import checksum_differences
-from scalerl.rollout.servers.client import RolloutClient
-from scalerl.rollout.servers.replica import POLICY, ClientSettings, Replica
+from scalerl.rollout.servers.client import ClientSettings, Replica, RolloutClient
+from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.sync.handover import (
     DeviceMemory,
     Part,

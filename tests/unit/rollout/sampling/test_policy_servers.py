@@ -11,8 +11,9 @@ import pytest
 
 from scalerl.config.schema import RolloutConfig
 from scalerl.rollout.sampling.policy_servers import PolicyServers
+from scalerl.rollout.servers.client import Replica
+from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.servers.recovery import LostServer
-from scalerl.rollout.servers.replica import POLICY, Replica
 from scalerl.rollout.servers.server_set import ServerSet
 from scalerl.rollout.sync.session import RankReport, Step, SyncOrder, WrongOrderError
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from scalerl.errors import UserError
 from scalerl.rollout.servers.buckets import _memory_for_a_server, shared_bytes
 from scalerl.rollout.servers.checksums import TensorPlace, checksum_differences, tensor_checksum
-from scalerl.rollout.servers.replica import Replica
+from scalerl.rollout.servers.client import Replica
 from scalerl.rollout.servers.sglang.placement import SGLangPlacement
 from tests.served_weights import expected_checksums, serialize_bucket
 

@@ -16,7 +16,7 @@ from scalerl.config.servers import ROLLOUT_ENGINES
 from scalerl.rollout.servers.engines import ENGINES, Launch
 from scalerl.rollout.servers.host import ServerHost, start_timeout_s
 from scalerl.rollout.servers.process import RolloutServer
-from scalerl.rollout.servers.replica import POLICY
+from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.servers.requests import GenerateRequest, SamplingParams, slots_of
 
 SCALERL = Path(scalerl.__file__).parent

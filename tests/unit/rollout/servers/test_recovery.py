@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
+from scalerl.rollout.servers.client import ClientSettings, Replica
+from scalerl.rollout.servers.purpose import JUDGE
 from scalerl.rollout.servers.recovery import LostServer, Replacements
-from scalerl.rollout.servers.replica import JUDGE, ClientSettings, Replica
 from scalerl.rollout.servers.requests import RolloutError
 
 

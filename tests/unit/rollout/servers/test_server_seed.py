@@ -11,7 +11,7 @@ from scalerl.config.schema import RolloutConfig
 from scalerl.rollout.servers.engines import Launch
 from scalerl.rollout.servers.host import ServerHost, process_key, server_seed
 from scalerl.rollout.servers.process import RolloutServer
-from scalerl.rollout.servers.replica import POLICY
+from scalerl.rollout.servers.purpose import POLICY
 
 
 def test_no_server_draws_what_another_drew() -> None:

@@ -14,10 +14,11 @@ from scalerl.config.schema import RolloutConfig
 from scalerl.rollout.prompt_sampling import sample_seed
 from scalerl.rollout.sampling.policy_servers import verification_is_due
 from scalerl.rollout.servers import server_set as module
+from scalerl.rollout.servers.client import ClientSettings, Replica
 from scalerl.rollout.servers.engines import Launch
 from scalerl.rollout.servers.host import in_device_order
+from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.servers.recovery import LostServer
-from scalerl.rollout.servers.replica import POLICY, ClientSettings, Replica
 from scalerl.rollout.servers.requests import RolloutError
 from scalerl.rollout.servers.server_set import ReplicaPlan, ServerSet, launches, plan_replicas
 from scalerl.rollout.sync.session import plan_feeds

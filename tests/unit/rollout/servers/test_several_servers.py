@@ -10,7 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from scalerl.rollout.servers.replica import POLICY, ClientSettings, Replica
+from scalerl.rollout.servers.client import ClientSettings, Replica
+from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.servers.server_set import Clients, are_well, continue_generation, pause, small_caches
 
 NUM_SERVERS = 3
