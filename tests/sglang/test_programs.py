@@ -111,9 +111,9 @@ def test_each_token_is_drawn_under_all_that_was_before_it(engine: Engine, model_
 
 def test_the_first_turns_of_a_group_are_one_request(engine: Engine) -> None:
     class Counting(RolloutClient):
-        async def generate(self, requests: Any) -> Any:
-            sizes.extend(request.n for request in requests)
-            async for output in super().generate(requests):
+        async def generate(self, request: Any) -> Any:
+            sizes.append(request.n)
+            async for output in super().generate(request):
                 yield output
 
     sizes: list[int] = []
@@ -128,9 +128,9 @@ def test_programs_that_an_early_end_leaves_go_on_where_they_were(engine: Engine)
     """Ended again and again, each time after another sample or when a turn is half made."""
 
     class Counting(RolloutClient):
-        async def generate(self, requests: Any) -> Any:
-            resumed.extend(len(output.output_ids) for request in requests for output in request.progress)
-            async for output in super().generate(requests):
+        async def generate(self, request: Any) -> Any:
+            resumed.extend(len(output.output_ids) for output in request.progress)
+            async for output in super().generate(request):
                 yield output
 
     def client() -> RolloutClient:
