@@ -168,7 +168,7 @@ def test_programs_that_an_early_end_leaves_go_on_where_they_were(engine: Engine)
 @pytest.mark.parametrize("shared_engine", ["embedded"], indirect=True)
 def test_turns_of_a_server_that_is_lost_are_made_by_another(engine: Engine) -> None:
     class Never(Restart):
-        async def restarted(self, *args: object) -> RolloutClient:
+        async def successor(self, *args: object) -> RolloutClient:
             await asyncio.Event().wait()
             raise AssertionError("unreachable")
 
