@@ -175,7 +175,7 @@ def test_turns_of_a_server_that_is_lost_are_made_by_another(engine: Engine) -> N
     whole, _ = made([client_of(engine)], requests())
     never = Never(lambda: None)
     samples, _ = made([gone(), client_of(engine)], requests(), replacements=never)
-    assert bits(samples) == bits(whole) and never.num_samples > 0
+    assert bits(samples) == bits(whole) and never.num_resubmitted > 0
 
 
 @pytest.mark.parametrize("shared_engine", ["embedded"], indirect=True)
