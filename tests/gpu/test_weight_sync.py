@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from scalerl.cluster.probes.gpu import check_ipc
 from scalerl.rollout.servers.client import GenerateOutput, RolloutClient
-from tests.gpu.conftest import MAX_MODEL_LEN, MIXTURE, PROMPTS, generate, make_gpu_model
+from tests.gpu.conftest import MIXTURE, PROMPTS, generate, make_gpu_model
 from tests.gpu.isolated import run_isolated_ranks
 
 # Several buckets, the largest tensor (the embedding, 32 MiB) in one of its own.
@@ -55,7 +55,6 @@ def sync_then_move_on(
         [Replica(url, "sglang", num_ranks, key, kwargs)],
         config,
         bucket_bytes=BUCKET_BYTES,
-        max_model_len=MAX_MODEL_LEN,
         timeout_s=300,
     )
     report = sync.sync(7, verify=True)

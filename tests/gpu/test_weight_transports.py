@@ -42,7 +42,6 @@ def sync_twice(
         [Replica(url, "sglang", 1, key)],
         json.loads((Path(model_path) / "config.json").read_text()),
         bucket_bytes=BUCKET_BYTES,
-        max_model_len=MAX_MODEL_LEN,
         timeout_s=300,
         transport=transport,
         directory=directory,

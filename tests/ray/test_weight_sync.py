@@ -82,7 +82,6 @@ def connect(group: WorkerGroup, model: Model, replicas: list[Replica], **transpo
         replicas,
         json.loads((model.path / "config.json").read_text()),
         bucket_bytes=BUCKET_BYTES,
-        max_model_len=MAX_MODEL_LEN,
         timeout_s=TIMEOUT_S,
         model_path=str(model.path),
         **transport,

@@ -118,7 +118,6 @@ class PolicyServers:
             self.replicas,
             json.loads((Path(self.model.path) / "config.json").read_text()),
             bucket_bytes=self.rollout.update_weights_bucket_megabytes * 2**20,
-            max_model_len=self.max_model_len,
             # Less than the limit of the collectives in which other ranks wait for the rank that asks a server.
             timeout_s=min(self.rollout.request_timeout_s, self.timeout_s / 2),
             dtype=self.rollout.dtype,

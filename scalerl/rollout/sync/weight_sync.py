@@ -71,7 +71,6 @@ class WeightSync:
         model_config: Mapping[str, Any],
         *,
         bucket_bytes: int,
-        max_model_len: int,
         timeout_s: float,
         dtype: torch.dtype | None = None,
         transport: TransportName = "shared",
@@ -89,7 +88,7 @@ class WeightSync:
         """
         self.engine, self.model_config, self.bucket_bytes = engine, model_config, bucket_bytes
         self.rank, self.dtype, self.memory = dist.get_rank(), dtype, memory
-        self.max_model_len, self.timeout_s = max_model_len, timeout_s
+        self.timeout_s = timeout_s
         self.feeds = join_feeds(feeds_of(transport, replicas, dist.get_world_size()))
         # Indices of the servers on this rank's device.
         self.on_device = [
@@ -107,7 +106,7 @@ class WeightSync:
 
     def _client(self, feed: Feed) -> RolloutClient:
         # It asks for no samples.
-        return ClientSettings(POLICY, self.max_model_len, self.timeout_s, max_concurrency=1).client(feed.replica)
+        return ClientSettings(POLICY, max_model_len=1, timeout_s=self.timeout_s, max_concurrency=1).client(feed.replica)
 
     def reconnect(self, successors: Mapping[int, Replica]) -> None:
         """Connects to successors of lost servers: index -> replica at another address, fed by the same ranks."""
@@ -342,7 +341,6 @@ class WeightSource(Worker):
         model_config: Mapping[str, Any],
         *,
         bucket_bytes: int,
-        max_model_len: int,
         timeout_s: float,
         dtype: str | None = None,
         transport: TransportName = "shared",
@@ -365,7 +363,6 @@ class WeightSource(Worker):
             replicas,
             model_config,
             bucket_bytes=bucket_bytes,
-            max_model_len=max_model_len,
             timeout_s=timeout_s,
             dtype=getattr(torch, dtype) if dtype else None,
             transport=transport,
