@@ -49,7 +49,7 @@ def sync_twice(
     )
     if backend is not None:
         sync.transport.backend = backend
-    return [sync.sync(version, verify=True) for version in (7, 8)]
+    return [vars(sync.sync(version, verify=True)) for version in (7, 8)]
 
 
 def check(client: RolloutClient, model_a: Path, model_b: Path, transport: str, backend: str | None, out: Path) -> None:
