@@ -342,7 +342,7 @@ def make_rollout(config: PPOConfig, pool: ResourcePool, group: WorkerGroup, work
     count = _num_servers(group)
     replicas = [Replica(f"http://server-{index}", "sglang", RANKS_OF_A_SERVER, "") for index in range(count)]
     server_set: Any = SimpleNamespace(replicas=replicas, down={}, num_restarts=0, end_lost=bool, end_failed=bool)
-    servers._server_set = server_set
+    servers.server_set = server_set
     servers.orders = {index: SyncOrder(replica.url, serving=False) for index, replica in enumerate(replicas)}
     rollout = TimedRollout.__new__(TimedRollout)
     rollout.place_s = []

@@ -144,6 +144,7 @@ class GenerationServers:
             owns_devices=True,
             single_node=are_here(pool),
         )
+        self.servers.start()
         self.num_resubmitted = 0
 
     def wait_ready(self) -> None:

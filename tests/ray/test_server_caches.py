@@ -50,6 +50,7 @@ def cache_tokens(servers: ServerSet) -> int:
 def test_a_server_has_the_cache_it_was_given_and_a_smaller_one_is_noticed(
     servers: ServerSet, caplog: pytest.LogCaptureFixture
 ) -> None:
+    servers.start()
     servers.wait_ready()
     assert cache_tokens(servers) == TOKENS
 

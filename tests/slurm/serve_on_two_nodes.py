@@ -160,7 +160,7 @@ def take_meeting_port() -> str:
 
 
 def serve(pool: ResourcePool, model: Path, log_dir: Path) -> ServerSet:
-    return ServerSet(
+    servers = ServerSet(
         ClientSettings(POLICY, MAX_MODEL_LEN, TIMEOUT_S, max_concurrency=16),
         pool,
         ModelConfig(path=str(model)),
@@ -171,6 +171,8 @@ def serve(pool: ResourcePool, model: Path, log_dir: Path) -> ServerSet:
         single_node=False,
         owns_devices=True,
     )
+    servers.start()
+    return servers
 
 
 def report(pool: ResourcePool, directory: Path) -> Iterator[tuple[str, Any]]:

@@ -145,6 +145,7 @@ class JudgeServers:
             owns_devices=True,
             single_node=single_node,
         )
+        self.servers.start()
 
     def connect(self, workers: Sequence[Any]) -> None:
         """Waits until the servers answer, and connects the rollout workers to them. workers: their handles, which share

@@ -95,7 +95,7 @@ class ServerSet:
         releases_memory: bool = False,
         first_step: int = 0,
     ) -> None:
-        """Starts the servers; `wait_ready` returns when they answer.
+        """Prepares the servers; `start` starts them, and `wait_ready` returns when they answer.
 
         settings: of the clients that ask the servers.
         gpu_ids: of the ranks that hold the pool's devices; None on a CPU, and where the servers own the devices.
@@ -117,7 +117,10 @@ class ServerSet:
         self.actors: list[PooledActor] = []
         self.hosts: list[ActorHandle] = []
         self.starting: list[ray.ObjectRef] = []
-        launch = Launch(
+        self.gpu_ids, self.owns_devices, self.first_step = gpu_ids, owns_devices, first_step
+        # Of all actors.
+        self.host_options: dict[str, Any] = {"single_node": single_node, "log_dir": str(log_dir.resolve())}
+        self.launch = Launch(
             # As this process sees it: a host that an earlier run left may be in another directory.
             model_path=os.path.abspath(str(model.path)),
             config=config,
@@ -127,34 +130,28 @@ class ServerSet:
             releases_memory=releases_memory,
             synced=synced,
         )
-        for plan in plan_replicas(pool, config):
-            ids = None if gpu_ids is None else plan.gpu_ids(pool, gpu_ids)
-            self._start(
-                plan,
-                launches(launch, plan, ids),
-                owns_devices=owns_devices,
-                first_step=first_step,
-                single_node=single_node,
-                log_dir=str(log_dir.resolve()),
-            )
 
-    def _start(
-        self, plan: ReplicaPlan, of_nodes: Sequence[Launch], *, owns_devices: bool, first_step: int, **options: Any
-    ) -> None:
-        """Begins to start one server, with an actor on each of its nodes.  options: of all its actors."""
+    def start(self) -> None:
+        """Begins to start each server, with an actor on each of its nodes."""
+        for plan in plan_replicas(self.pool, self.config):
+            self._start(plan, None if self.gpu_ids is None else plan.gpu_ids(self.pool, self.gpu_ids))
+
+    def _start(self, plan: ReplicaPlan, gpu_ids: Sequence[Sequence[str]] | None) -> None:
+        of_nodes = launches(self.launch, plan, gpu_ids)
+        single_node = self.host_options["single_node"]
         # Actors of several nodes serve each other alone: their processes are in one process group.
-        bound, single_node = None if len(of_nodes) == 1 else plan, options["single_node"]
+        bound = None if len(of_nodes) == 1 else plan
         specs = [
             ActorSpec(
                 ServerHost,
                 node,
-                len(plan.devices) if owns_devices else 0,
+                len(plan.devices) if self.owns_devices else 0,
                 key=(of_node.synced, bound, process_key(of_node, single_node=single_node)),
             )
             for node, of_node in zip(plan.nodes, of_nodes, strict=True)
         ]
         others = [
-            self.pool.start(spec, {"max_concurrency": 4}, plan.index, of_node, self.purpose, **options)
+            self.pool.start(spec, {"max_concurrency": 4}, plan.index, of_node, self.purpose, **self.host_options)
             for spec, of_node in zip(specs[1:], of_nodes[1:], strict=True)
         ]
         host = self.pool.start(
@@ -163,9 +160,9 @@ class ServerSet:
             plan.index,
             of_nodes[0],
             self.purpose,
-            first_step=first_step,
+            first_step=self.first_step,
             others=[pooled.actor for pooled in others],
-            **options,
+            **self.host_options,
         )
         self.actors += [host, *others]
         self.hosts.append(host.actor)

@@ -94,7 +94,7 @@ def policy_servers(ranks: Any, num_servers: int = 2) -> PolicyServers:
     servers = PolicyServers.__new__(PolicyServers)
     servers.rollout, servers.pool = RolloutConfig(free_cache_engine=False), SimpleNamespace(device="cpu")  # type: ignore[assignment]
     servers.config, servers.num_syncs, servers.policy_version, servers.metrics = SimpleNamespace(), 0, 0, {}  # type: ignore[assignment]
-    servers._server_set, servers.workers = Servers(num_servers, servers.rollout), ranks
+    servers.server_set, servers.workers = Servers(num_servers, servers.rollout), ranks
     servers.rollout_workers = Noted(ranks.asked) if isinstance(ranks, Ranks) else ranks
     servers.orders = {index: servers._new_order(index) for index in range(num_servers)}
     return servers
