@@ -94,10 +94,17 @@ def flat_layout(tensors: Sequence[tuple[str, torch.Size, torch.dtype]]) -> tuple
 
 def bucket_views(flat: Tensor, entries: Sequence[BucketEntry], offset: int = 0) -> list[tuple[str, Tensor]]:
     """The tensors of a bucket in flat, uint8 [bytes], from byte `offset` on."""
-    return [
-        (entry.name, flat[offset + entry.start_idx : offset + entry.end_idx].view(entry.dtype).view(entry.shape))
-        for entry in entries
-    ]
+    return views_of(flat, [entry.described(offset) for entry in entries])
+
+
+def views_of(flat: Tensor, tensors: Sequence[tuple[str, str, Sequence[int], int]]) -> list[tuple[str, Tensor]]:
+    """Views of tensors (name, dtype, shape, first byte) in flat, uint8 [bytes]."""
+    named = []
+    for name, dtype_name, shape, start in tensors:
+        dtype = getattr(torch, dtype_name)
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        named.append((name, flat[start : start + num_bytes].view(dtype).view(torch.Size(shape))))
+    return named
 
 
 # --- memory that servers of the machine map ---
@@ -192,16 +199,6 @@ def read_mapped(handle: dict[str, Any]) -> list[tuple[str, Tensor]]:
             raise FileNotFoundError(f"{path} is not the memory of the trainer that sent these weights: it has ended")
         _attached[path] = memory
     return views_of(memory.flat, handle["tensors"])
-
-
-def views_of(flat: Tensor, tensors: Sequence[tuple[str, str, Sequence[int], int]]) -> list[tuple[str, Tensor]]:
-    """Views of tensors (name, dtype, shape, first byte) in flat, uint8 [bytes]."""
-    named = []
-    for name, dtype_name, shape, start in tensors:
-        dtype = getattr(torch, dtype_name)
-        num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        named.append((name, flat[start : start + num_bytes].view(dtype).view(torch.Size(shape))))
-    return named
 
 
 # --- memory of a device, or of torch's shared memory ---

@@ -38,25 +38,25 @@ class GatheredTransport(Transport):
                 wait_all(sending)
                 bucket = Bucket(named)
                 num_bytes, num_buckets = num_bytes + bucket.num_bytes, num_buckets + 1
-                parts = [(feed, *_serialized(bucket, feed, session.rank)) for feed in mine]
+                parts = [(feed, _serialized(bucket, feed, session.rank)) for feed in mine]
                 sending = [thread.submit(self._send, session, *part) for part in parts]
                 session.hash(named)
             wait_all(sending)
         return num_bytes, num_buckets
 
-    def _send(self, session: SyncSession, feed: Feed, blobs: dict[int, str], is_mapped: bool) -> None:
+    def _send(self, session: SyncSession, feed: Feed, blobs: dict[int, str]) -> None:
         """Sends one bucket to one server; collective over the feed's ranks.  blobs: of this rank, by engine rank."""
         blobs = feed.gather(blobs)
         if feed.lead == session.rank:
-            load_blobs(session, feed, [blobs[rank] for rank in range(feed.replica.tp_size)], is_mapped=is_mapped)
+            load_blobs(session, feed, [blobs[rank] for rank in range(feed.replica.tp_size)])
         # The bucket's memory must live until every engine rank has copied it.
         feed.wait()
 
 
-def _serialized(bucket: Bucket, feed: Feed, rank: int) -> tuple[dict[int, str], bool]:
-    """Serializes the bucket for each engine rank that this rank feeds; also returns whether they map its memory."""
+def _serialized(bucket: Bucket, feed: Feed, rank: int) -> dict[int, str]:
+    """Serializes the bucket for each engine rank that this rank feeds."""
     engine = ENGINES[feed.replica.engine]
-    return {number: engine.serialize(bucket) for number in feed.engine_ranks(rank)}, bucket.is_mapped
+    return {number: engine.serialize(bucket) for number in feed.engine_ranks(rank)}
 
 
 class SharedTransport(Transport):
@@ -133,7 +133,7 @@ def load_bucket(session: SyncSession, feed: Feed, bucket: Bucket) -> None:
     load_blobs(session, feed, blobs, is_mapped=bucket.is_mapped)
 
 
-def load_blobs(session: SyncSession, feed: Feed, blobs: list[str], *, is_mapped: bool) -> None:
+def load_blobs(session: SyncSession, feed: Feed, blobs: list[str], *, is_mapped: bool = False) -> None:
     """Has one server load a bucket. blobs: one per engine rank.  is_mapped: as `Bucket.is_mapped`."""
     # Cached prefixes were computed with the old weights. SGLang's /flush_cache would also collect garbage, up to a
     # second of every step on a CPU.
