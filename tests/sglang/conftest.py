@@ -130,7 +130,7 @@ class Engine:
         self.client.begin_weight_update()
         for bucket in buckets:
             blobs = [serialize_bucket(bucket, self.kind) for _ in range(tp_size)]
-            self.client.update_weights(blobs, flush_cache=bucket is buckets[-1])
+            self.client.update_weights(blobs)
         self.client.end_weight_update(policy_version)
 
 

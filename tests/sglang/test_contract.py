@@ -171,7 +171,7 @@ def test_an_update_outside_of_a_session_is_refused_and_changes_nothing(
     engine: Engine, model_a: Model, model_b: Model
 ) -> None:
     with pytest.raises(RolloutError, match="must run between begin_weight_update"):
-        engine.client.update_weights([serialize_bucket(model_b.weights(), engine.kind)], flush_cache=True)
+        engine.client.update_weights([serialize_bucket(model_b.weights(), engine.kind)])
     expected = expected_checksums(model_a.weights(), model_a.hf.config.to_dict(), 1, engine.kind)
     assert checksum_differences(expected, engine.client.checksums()) == []
 

@@ -86,9 +86,7 @@ def test_an_unknown_name_or_a_wrong_shape_is_refused_and_nothing_of_the_bucket_i
     bucket = Bucket(named, place_of(named) if is_mapped else None)
     try:
         with pytest.raises(RolloutError, match=message):
-            embedded.client.update_weights(
-                [ENGINES["embedded"].serialize(bucket)], flush_cache=True, is_mapped=is_mapped
-            )
+            embedded.client.update_weights([ENGINES["embedded"].serialize(bucket)], is_mapped=is_mapped)
     finally:
         embedded.client.end_weight_update(0)
     assert embedded.client.checksums() == before

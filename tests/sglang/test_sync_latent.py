@@ -88,7 +88,7 @@ def test_samples_checksums_and_what_sglang_drops(
             engine.client.begin_weight_update()
             for names in buckets:
                 blobs = [serialize_bucket([(name, weights[name]) for name in names], "sglang") for _ in range(tp_size)]
-                engine.client.update_weights(blobs, flush_cache=True)
+                engine.client.update_weights(blobs)
             engine.client.end_weight_update(version)
             return checksum_differences(expected, engine.client.checksums())
 

@@ -170,7 +170,7 @@ def test_its_cache_is_measured_in_its_blocks(client: RolloutClient, replica: Rep
 def test_its_refusals_are_told_in_its_words(client: RolloutClient, replica: Replica) -> None:
     blob = ENGINES[ThirdEngine.name].serialize(Bucket([("other", torch.zeros(1))]))
     with pytest.raises(RolloutError, match=r"/v3/put failed: no tensor \['other'\]"):
-        client.update_weights([blob], flush_cache=True)
+        client.update_weights([blob])
     stranger = CLIENTS.client(Replica(replica.url, ThirdEngine.name, 1, "another key"))
     with pytest.raises(RolloutError, match=r"/v3/sums refused \(HTTP 422\): the key is wrong"):
         stranger.checksums()

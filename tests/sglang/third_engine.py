@@ -72,9 +72,7 @@ class ThirdEngine(Engine):
     def begin_weight_update(self) -> None:
         return None
 
-    def update_weights(
-        self, blobs: Sequence[str], *, flush_cache: bool, policy_version: int | None, is_mapped: bool
-    ) -> Call:
+    def update_weights(self, blobs: Sequence[str], *, policy_version: int | None, is_mapped: bool) -> Call:
         (blob,) = blobs
         return Call("/v3/put", {"tensors": blob})
 

@@ -220,20 +220,15 @@ class RolloutClient:
         self,
         blobs: Sequence[str],
         *,
-        flush_cache: bool,
         policy_version: int | None = None,
         is_mapped: bool = False,
     ) -> None:
         """Has the server load one bucket of weights.
 
-        blobs: `serialize_bucket` once per engine rank.  flush_cache: on the last bucket.
+        blobs: `Engine.serialize` once per engine rank.
         is_mapped: `Bucket.is_mapped`.
         """
-        self._ask(
-            self.engine.update_weights(
-                blobs, flush_cache=flush_cache, policy_version=policy_version, is_mapped=is_mapped
-            )
-        )
+        self._ask(self.engine.update_weights(blobs, policy_version=policy_version, is_mapped=is_mapped))
 
     def join_update_group(
         self, address: str, port: int, *, rank_offset: int, world_size: int, group_name: str, backend: str
@@ -258,18 +253,13 @@ class RolloutClient:
         layout: Sequence[tuple[str, str, Sequence[int]]],
         *,
         group_name: str,
-        flush_cache: bool,
         policy_version: int | None = None,
     ) -> None:
         """Has the server receive one bucket, which `update_group.broadcast` sends meanwhile.
 
         layout: (name, dtype, shape), as packed.
         """
-        self._ask(
-            self.engine.update_weights_from_group(
-                layout, group_name=group_name, flush_cache=flush_cache, policy_version=policy_version
-            )
-        )
+        self._ask(self.engine.update_weights_from_group(layout, group_name=group_name, policy_version=policy_version))
 
     def update_weights_from_disk(self, directory: str, *, policy_version: int) -> None:
         """Has the server load a whole model from files, without a session; waits for running requests.

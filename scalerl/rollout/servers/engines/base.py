@@ -213,11 +213,11 @@ class Engine(ABC):
         """Closes a session that the server opened."""
         return Call("/end_weight_update", {})
 
-    def update_weights(
-        self, blobs: Sequence[str], *, flush_cache: bool, policy_version: int | None, is_mapped: bool
-    ) -> Call:
+    def update_weights(self, blobs: Sequence[str], *, policy_version: int | None, is_mapped: bool) -> Call:
         """Loads one bucket.  Arguments as those of `RolloutClient.update_weights`."""
-        body: dict[str, Any] = {"serialized_named_tensors": list(blobs), "flush_cache": flush_cache}
+        # Cached prefixes were computed with the old weights. SGLang's /flush_cache would also collect garbage, up to a
+        # second of every step on a CPU.
+        body: dict[str, Any] = {"serialized_named_tensors": list(blobs), "flush_cache": True}
         return Call("/update_weights_from_tensor", body | _version(policy_version))
 
     def join_update_group(
@@ -231,12 +231,11 @@ class Engine(ABC):
         layout: Sequence[tuple[str, str, Sequence[int]]],
         *,
         group_name: str,
-        flush_cache: bool,
         policy_version: int | None,
     ) -> Call:
         names, dtypes, shapes = (list(column) for column in zip(*layout, strict=True))
         body: dict[str, Any] = {"names": names, "dtypes": dtypes, "shapes": [list(shape) for shape in shapes]}
-        body |= {"group_name": group_name, "flush_cache": flush_cache, "load_format": FLATTENED}
+        body |= {"group_name": group_name, "flush_cache": True, "load_format": FLATTENED}
         return Call("/update_weights_from_distributed", body | _version(policy_version))
 
     def update_weights_from_disk(self, directory: str, *, policy_version: int) -> Call:

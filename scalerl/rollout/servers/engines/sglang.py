@@ -149,12 +149,8 @@ class SGLangEngine(Engine):
 
         return flattened_text(bucket.named) if bucket.shared is None else bucket.shared.serialize()
 
-    def update_weights(
-        self, blobs: Sequence[str], *, flush_cache: bool, policy_version: int | None, is_mapped: bool
-    ) -> Call:
-        call = super().update_weights(
-            blobs, flush_cache=flush_cache, policy_version=policy_version, is_mapped=is_mapped
-        )
+    def update_weights(self, blobs: Sequence[str], *, policy_version: int | None, is_mapped: bool) -> Call:
+        call = super().update_weights(blobs, policy_version=policy_version, is_mapped=is_mapped)
         return replace(call, body={**(call.body or {}), "load_format": MAPPED_LOADER if is_mapped else FLATTENED})
 
     def cache_size(self) -> Call:

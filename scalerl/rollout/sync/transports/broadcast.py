@@ -121,7 +121,7 @@ class BroadcastTransport(Transport):
             feed,
             "bucket",
             lambda client: client.update_weights_from_group(
-                layout, group_name=name, flush_cache=True, policy_version=session.policy_version
+                layout, group_name=name, policy_version=session.policy_version
             ),
         )
         here = threads.submit(broadcast, flat, group)

@@ -135,14 +135,10 @@ def load_bucket(session: SyncSession, feed: Feed, bucket: Bucket) -> None:
 
 def load_blobs(session: SyncSession, feed: Feed, blobs: list[str], *, is_mapped: bool = False) -> None:
     """Has one server load a bucket. blobs: one per engine rank.  is_mapped: as `Bucket.is_mapped`."""
-    # Cached prefixes were computed with the old weights. SGLang's /flush_cache would also collect garbage, up to a
-    # second of every step on a CPU.
     session.call(
         feed,
         "bucket",
-        lambda client: client.update_weights(
-            blobs, flush_cache=True, policy_version=session.policy_version, is_mapped=is_mapped
-        ),
+        lambda client: client.update_weights(blobs, policy_version=session.policy_version, is_mapped=is_mapped),
     )
 
 

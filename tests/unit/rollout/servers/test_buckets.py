@@ -122,7 +122,7 @@ def test_a_bucket_in_it_is_sent_without_a_copy_or_as_values() -> None:
     bucket = Bucket(place.memory.views(place.entries), place)
     assert bucket.num_bytes == 10 + 24 + 48 + 4
     assert bucket.is_mapped and ENGINES["sglang"].serialize(bucket) == place.serialize()
-    call = ENGINES["sglang"].update_weights(["text"], flush_cache=True, policy_version=1, is_mapped=True)
+    call = ENGINES["sglang"].update_weights(["text"], policy_version=1, is_mapped=True)
     assert call.body is not None and call.body["load_format"] == MAPPED_LOADER
     read = dict(buckets.read_mapped(json.loads(ENGINES["embedded"].serialize(bucket))))
     assert torch.equal(read["c"], NAMED[2][1])
