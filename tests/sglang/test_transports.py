@@ -247,7 +247,10 @@ def test_a_model_on_disk_is_what_the_engine_serves(engine: Engine, model_b: Mode
 def test_an_unknown_group_is_refused(engine: Engine) -> None:
     engine.client.begin_weight_update()
     with pytest.raises(RolloutError, match="nobody"):
-        engine.client.update_weights_from_group([("x", "float32", [1])], group_name="nobody")
+        call = engine.client.engine.update_weights_from_group(
+            [("x", "float32", [1])], group_name="nobody", policy_version=None
+        )
+        engine.client.ask(call)
     # Ends the session that is open.
     with pytest.raises(RolloutError, match="already open"):
         engine.client.begin_weight_update()

@@ -214,7 +214,7 @@ class RolloutClient:
         Does nothing on a server without sessions.
         """
         call = self.engine.begin_weight_update()
-        self._has_session = call is not None and self._ask(call) is not None
+        self._has_session = call is not None and self.ask(call) is not None
 
     def update_weights(
         self,
@@ -228,61 +228,30 @@ class RolloutClient:
         blobs: `Engine.serialize` once per engine rank.
         is_mapped: `Bucket.is_mapped`.
         """
-        self._ask(self.engine.update_weights(blobs, policy_version=policy_version, is_mapped=is_mapped))
-
-    def join_update_group(
-        self, address: str, port: int, *, rank_offset: int, world_size: int, group_name: str, backend: str
-    ) -> None:
-        """Has the server's ranks join a trainer rank's group, by the store at that address; returns when all are in.
-
-        rank_offset: rank in the group of the server's first rank.
-        """
-        self._ask(
-            self.engine.join_update_group(
-                address,
-                port,
-                rank_offset=rank_offset,
-                world_size=world_size,
-                group_name=group_name,
-                backend=backend,
-            )
-        )
-
-    def update_weights_from_group(
-        self,
-        layout: Sequence[tuple[str, str, Sequence[int]]],
-        *,
-        group_name: str,
-        policy_version: int | None = None,
-    ) -> None:
-        """Has the server receive one bucket, which `update_group.broadcast` sends meanwhile.
-
-        layout: (name, dtype, shape), as packed.
-        """
-        self._ask(self.engine.update_weights_from_group(layout, group_name=group_name, policy_version=policy_version))
+        self.ask(self.engine.update_weights(blobs, policy_version=policy_version, is_mapped=is_mapped))
 
     def update_weights_from_disk(self, directory: str, *, policy_version: int) -> None:
         """Has the server load a whole model from files, without a session; waits for running requests.
 
         directory: as the server sees it.
         """
-        self._ask(self.engine.update_weights_from_disk(directory, policy_version=policy_version))
+        self.ask(self.engine.update_weights_from_disk(directory, policy_version=policy_version))
 
     def end_weight_update(self, policy_version: int) -> None:
         """Closes the session of a weight update; samples from now on carry `policy_version`."""
         if self._has_session:
-            self._ask(self.engine.end_weight_update())
+            self.ask(self.engine.end_weight_update())
         self._has_session = None
         self.set_policy_version(policy_version)
 
     def set_policy_version(self, policy_version: int) -> None:
         """Tells the server which version its weights are; no request may be running."""
-        self._ask(self.engine.set_policy_version(policy_version))
+        self.ask(self.engine.set_policy_version(policy_version))
 
     def checksums(self) -> list[dict[str, str]]:
         """The checksums of each engine rank, by the server's parameter names (see `weights.expected_checksums`)."""
         call = self.engine.checksums()
-        answer = self._ask(call)
+        answer = self.ask(call)
         ranks = self.engine.read_checksums(answer)
         if not ranks:
             raise RolloutError(f"{self.url}{call.path} answered no ranks: {answer}")
@@ -290,29 +259,29 @@ class RolloutClient:
 
     def flush_cache(self, wait_s: float = 0.0) -> None:
         """Has the server forget cached prefixes. wait_s: how long the engine may take to be idle; else RolloutError."""
-        self._ask(self.engine.flush_cache(wait_s))
+        self.ask(self.engine.flush_cache(wait_s))
 
     # --- state ---
 
     def release(self, tags: Sequence[str]) -> None:
         """Has the server, which may run no request, give device memory back.  tags: of the engine's (`memory_tags`)."""
         for call in self.engine.release(tags, idle_wait_s=min(IDLE_WAIT_S, self.timeout_s / 2)):
-            self._ask(call)
+            self.ask(call)
 
     def resume(self, tags: Sequence[str]) -> None:
         """Has the server take back the memory that `release` freed. Weights come back undefined and must be updated.
 
         An engine may die of tags that are not released: `SyncOrder` keeps the order of a run.
         """
-        self._ask(self.engine.resume(tags))
+        self.ask(self.engine.resume(tags))
 
     def pause(self) -> None:
         """Ends running requests with what they have (finish reason abort); new ones wait for `continue_generation`."""
         self._paused = True
-        self._ask(self.engine.pause())
+        self.ask(self.engine.pause())
 
     def continue_generation(self) -> None:
-        self._ask(self.engine.continue_generation())
+        self.ask(self.engine.continue_generation())
         self._paused = False
 
     @property
@@ -345,10 +314,11 @@ class RolloutClient:
     def cache_size(self) -> tuple[int, int] | None:
         """The tokens of the server's KV cache, and of a page; None for an engine, or a server, without such numbers."""
         call = self.engine.cache_size()
-        return None if call is None else self.engine.read_cache_size(self._ask(call))
+        return None if call is None else self.engine.read_cache_size(self.ask(call))
 
-    def _ask(self, call: Call) -> Any:
-        """The answer's JSON ({} when it has none); None for an optional call that the server does not have.
+    def ask(self, call: Call) -> Any:
+        """Makes a call of `engine`. Returns the answer's JSON ({} when it has none); None for an optional call that the
+        server does not have.
 
         Raises RolloutError unless the answer is a success.
         """

@@ -223,6 +223,10 @@ class Engine(ABC):
     def join_update_group(
         self, address: str, port: int, *, rank_offset: int, world_size: int, group_name: str, backend: str
     ) -> Call:
+        """Joins the server's ranks to a trainer rank's group, by the store at that address; answers when all are in.
+
+        rank_offset: rank in the group of the server's first rank.
+        """
         body = {"master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size}
         return Call("/init_weights_update_group", body | {"group_name": group_name, "backend": backend})
 
@@ -233,6 +237,7 @@ class Engine(ABC):
         group_name: str,
         policy_version: int | None,
     ) -> Call:
+        """Receives one bucket, which `update_group.broadcast` sends.  layout: (name, dtype, shape), as packed."""
         names, dtypes, shapes = (list(column) for column in zip(*layout, strict=True))
         body: dict[str, Any] = {"names": names, "dtypes": dtypes, "shapes": [list(shape) for shape in shapes]}
         body |= {"group_name": group_name, "flush_cache": True, "load_format": FLATTENED}

@@ -88,8 +88,10 @@ class BroadcastTransport(Transport):
             session.call,
             feed,
             None,
-            lambda client: client.join_update_group(
-                address, store.port, rank_offset=SENDER + 1, world_size=size, group_name=name, backend=self.backend
+            lambda client: client.ask(
+                client.engine.join_update_group(
+                    address, store.port, rank_offset=SENDER + 1, world_size=size, group_name=name, backend=self.backend
+                )
             ),
         )
         here = threads.submit(
@@ -120,8 +122,8 @@ class BroadcastTransport(Transport):
             session.call,
             feed,
             "bucket",
-            lambda client: client.update_weights_from_group(
-                layout, group_name=name, policy_version=session.policy_version
+            lambda client: client.ask(
+                client.engine.update_weights_from_group(layout, group_name=name, policy_version=session.policy_version)
             ),
         )
         here = threads.submit(broadcast, flat, group)
