@@ -7,6 +7,7 @@ import contextlib
 import functools
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +15,6 @@ import pytest
 
 from scalerl.rollout.dispatcher import generate_samples
 from scalerl.rollout.servers.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
-from scalerl.rollout.servers.process import ReservedPort
 from scalerl.rollout.servers.requests import ServerLostError
 from scalerl.rollout.servers.supervise import descendants
 from tests.lanes import full
@@ -81,14 +81,18 @@ def undisturbed(well: Engine) -> list[tuple[object, ...]]:
 
 
 @functools.cache
-def unanswered_port() -> ReservedPort:
-    """Nobody listens there, and no server takes it."""
-    return ReservedPort()
+def unanswered() -> socket.socket:
+    """Nobody listens there, and no server takes its port."""
+    holder = socket.socket()
+    holder.bind(("127.0.0.1", 0))
+    return holder
 
 
 def gone() -> RolloutClient:
     """Of a server that is there no more."""
-    return RolloutClient(f"http://127.0.0.1:{unanswered_port().port}", "embedded", key="", max_model_len=MAX_MODEL_LEN)
+    return RolloutClient(
+        f"http://127.0.0.1:{unanswered().getsockname()[1]}", "embedded", key="", max_model_len=MAX_MODEL_LEN
+    )
 
 
 @pytest.mark.parametrize(("has_other", "signum"), [(False, signal.SIGKILL), (True, signal.SIGSTOP)])

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,29 +53,22 @@ class ServerNotReadyError(ServerStartError, RunError):
     """
 
 
-class ReservedPort:
-    """A TCP port that a bound socket holds until `release()`."""
-
-    def __init__(self, host: str = "127.0.0.1") -> None:
-        # Ports below the range from which the kernel picks those of outgoing connections, as such a connection could
-        # take the port in the seconds of imports between release() and the server's bind.
-        ephemeral_low = _ephemeral_port_low()
-        candidates = random.SystemRandom().sample(range(max(1024, ephemeral_low - 12000), ephemeral_low), 64)
-        for port in (*candidates, 0):
-            self._socket = socket.socket(address_family(host), socket.SOCK_STREAM)
+@contextlib.contextmanager
+def reserved_port(host: str = "127.0.0.1") -> Iterator[int]:
+    """Yields a TCP port that a bound socket holds inside the block."""
+    # Ports below the range from which the kernel picks those of outgoing connections, as such a connection could take
+    # the port in the seconds of imports between the end of the block and the server's bind.
+    ephemeral_low = _ephemeral_port_low()
+    candidates = random.SystemRandom().sample(range(max(1024, ephemeral_low - 12000), ephemeral_low), 64)
+    for port in (*candidates, 0):
+        with socket.socket(address_family(host), socket.SOCK_STREAM) as holder:
             try:
-                self._socket.bind((host, port))
+                holder.bind((host, port))
             except OSError:
-                self._socket.close()
                 continue
-            self.port: int = self._socket.getsockname()[1]
+            yield holder.getsockname()[1]
             return
-        raise OSError(
-            f"no free TCP port on {host}: 64 ports below {ephemeral_low} and the kernel's own choice are taken"
-        )
-
-    def release(self) -> None:
-        self._socket.close()
+    raise OSError(f"no free TCP port on {host}: 64 ports below {ephemeral_low} and the kernel's own choice are taken")
 
 
 def address_family(host: str) -> socket.AddressFamily:
@@ -85,9 +78,8 @@ def address_family(host: str) -> socket.AddressFamily:
 
 def free_port(host: str) -> int:
     """The number of a port that is free now."""
-    reserved = ReservedPort(host)
-    reserved.release()
-    return reserved.port
+    with reserved_port(host) as port:
+        return port
 
 
 def netloc(host: str, port: int) -> str:
@@ -266,11 +258,8 @@ class RolloutServer:
 def start_on_free_port(make_server: Callable[[int], RolloutServer], host: str = "127.0.0.1") -> RolloutServer:
     """Starts `make_server(port)` on a free port and waits until it is ready; retries on another if it was taken."""
     for attempt in range(1, PORT_START_ATTEMPTS + 1):
-        reserved = ReservedPort(host)
-        try:
-            server = make_server(reserved.port)
-        finally:
-            reserved.release()
+        with reserved_port(host) as port:
+            server = make_server(port)
         server.start()
         try:
             server.wait_ready()
