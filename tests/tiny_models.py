@@ -12,6 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -42,8 +44,9 @@ FAMILIES = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
 }
-WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3")
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
 
 
 def tiny_tokenizer(vocab_size: int = 512) -> PreTrainedTokenizerFast:
@@ -195,5 +198,14 @@ def _of_family(family: str, hidden_size: int, num_experts: int) -> dict[str, Any
             "qk_nope_head_dim": 16,
             "qk_rope_head_dim": 8,
             "v_head_dim": 12,
+        }
+    if family == "glm4_moe":
+        return {
+            "n_routed_experts": num_experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": hidden_size // 2,
+            "routed_scaling_factor": 1.5,
+            "attention_bias": True,
+            "use_qk_norm": True,
         }
     return {}
