@@ -14,6 +14,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -45,8 +47,9 @@ FAMILIES = {
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
 }
-WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
 
 
 def tiny_tokenizer(vocab_size: int = 512) -> PreTrainedTokenizerFast:
@@ -117,7 +120,7 @@ def make_tiny_model(
         tie_word_embeddings=family == "qwen2" if tied is None else tied,
         initializer_range=initializer_range,
     )
-    if family == "deepseek_v3":
+    if family in ("deepseek_v3", "glm4_moe_lite"):
         config["num_key_value_heads"] = num_heads
     elif family != "qwen2":
         config["head_dim"] = head_dim or hidden_size // num_heads
@@ -184,15 +187,16 @@ def _of_family(family: str, hidden_size: int, num_experts: int) -> dict[str, Any
             "moe_intermediate_size": hidden_size // 2,
             "norm_topk_prob": True,
         }
-    if family == "deepseek_v3":
-        return {
+    if family in ("deepseek_v3", "glm4_moe_lite"):
+        groups = 2 if family == "deepseek_v3" else 1
+        dense = {"first_k_dense_replace": 1} if family == "deepseek_v3" else {}
+        return dense | {
             "n_routed_experts": num_experts,
             "num_experts_per_tok": 2,
-            "n_group": 2,
+            "n_group": groups,
             "topk_group": 1,
             "moe_intermediate_size": hidden_size // 2,
             "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
             "q_lora_rank": hidden_size // 2,
             "kv_lora_rank": hidden_size // 4,
             "qk_nope_head_dim": 16,

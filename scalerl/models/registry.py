@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from scalerl.models import deepseek_v3, glm4_moe, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from scalerl.models import deepseek_v3, glm4_moe, glm4_moe_lite, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from scalerl.models.table import Family
 
-_MODULES = (qwen3, qwen2, llama, mistral, qwen3_moe, mixtral, deepseek_v3, glm4_moe)
+_MODULES = (qwen3, qwen2, llama, mistral, qwen3_moe, mixtral, deepseek_v3, glm4_moe, glm4_moe_lite)
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 
 

@@ -302,9 +302,8 @@ def _rope(config: Mapping[str, Any], family: Family) -> tuple[float, dict[str, A
     supported = LATENT_ROPE_TYPES if family.latent else ROPE_TYPES
     if rope_type not in supported:
         return theta, None, [f"rope type {rope_type!r} is not supported (one of {', '.join(supported)})"]
-    # Latent attention states the size of its rotary part, so the factor means nothing there.
     partial = _partial_rotary_factor(config)
-    is_refused = partial != 1.0 and not family.latent and _PARTIAL not in family.defaults
+    is_refused = partial != 1.0 and _PARTIAL not in family.defaults
     problems = [f"{_PARTIAL} {partial} is not supported (only 1.0)"] if is_refused else []
     if isinstance(outside := config.get(_ORIGINAL), int) and outside != rope.get(_ORIGINAL, outside):
         problems.append(f"{_ORIGINAL} is {outside} beside the rope's {rope[_ORIGINAL]}: engines differ; leave one out")

@@ -90,6 +90,9 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
 }
+OF_FAMILY["glm4_moe_lite"] = {
+    key: value for key, value in OF_FAMILY["deepseek_v3"].items() if key != "first_k_dense_replace"
+} | {"mlp_layer_types": None}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
 ROPE_KEYS = ("factor", "low_freq_factor", "original_max_position_embeddings")
@@ -131,6 +134,7 @@ ODD: list[dict[str, Any]] = [
     {"mlp_only_layers": [0, 3]},
     {"n_shared_experts": 0},
     {"first_k_dense_replace": 0},
+    {"mlp_layer_types": ["dense"] * 4},
     {"routed_scaling_factor": 2},
     {"qk_norm": False},
     {"use_qk_norm": 1},
