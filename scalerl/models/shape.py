@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from scalerl.models.block_scales import weight_block
-from scalerl.models.registry import FAMILIES, family_of
+from scalerl.models.registry import family_named, family_of
 from scalerl.models.table import Family
 
 # Key of config.json for each field that has no default.
@@ -186,7 +186,7 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json with the keys that it leaves out, as transformers fills them in; of an unknown family as it is."""
-    family = FAMILIES.get(config.get("model_type", ""))
+    family = family_named(config.get("model_type"))
     return {**family.defaults, **config} if family else dict(config)
 
 
