@@ -77,8 +77,14 @@ def measure(samples: int, tokens: int, repeats: int) -> dict[str, Any]:
     from scalerl.rewards import ScoreResult
     from scalerl.rollout.program import Trajectory
     from scalerl.rollout.sampling import sample_columns
-    from scalerl.rollout.servers.requests import GenerateOutput, GenerateRequest, SamplingParams, slots_of
-    from scalerl.rollout.servers.wire import output_of, read_events
+    from scalerl.rollout.servers.requests import (
+        GenerateOutput,
+        GenerateRequest,
+        SamplingParams,
+        output_of,
+        read_events,
+        slots_of,
+    )
 
     events = events_of(samples, tokens)
     prompt = PromptRow(

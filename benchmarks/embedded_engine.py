@@ -12,7 +12,6 @@ time, alone, and compared bit by bit.
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import sys
 import tempfile
@@ -151,7 +150,7 @@ def ask(engine: DecodingEngine, prompts: list[list[int]], num_tokens: int, first
         SAMPLING_DEFAULTS | {"max_new_tokens": num_tokens, "ignore_eos": True, "sampling_seed": first_seed + number}
         for number in range(len(prompts))
     ]
-    answers = dict(itertools.chain.from_iterable(engine.generate(prompts, params)))
+    answers = dict(engine.generate(prompts, params))
     lengths = {len(answer["output_ids"]) for answer in answers.values()}
     if len(answers) != len(prompts) or lengths != {num_tokens}:
         raise RuntimeError(f"the engine: {len(answers)} samples of {sorted(lengths)} tokens came")

@@ -154,7 +154,7 @@ def children_cpu_s() -> float:
 
 async def ours(client: RolloutClient, prompts: Sequence[list[int]], options: argparse.Namespace) -> list[int]:
     """Lengths of the responses."""
-    from scalerl.rollout.generation import generate_samples
+    from scalerl.rollout.dispatcher import generate_samples
     from scalerl.rollout.servers.client import GenerateRequest, SamplingParams
 
     sampling = SamplingParams(options.response_len, ignore_eos=True)

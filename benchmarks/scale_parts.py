@@ -31,10 +31,9 @@ from scalerl.rollout.sampling.policy_servers import PolicyServers
 from scalerl.rollout.sampling.rollout import HybridRollout
 from scalerl.rollout.sampling.rollout_workers import RolloutWorkers, default_num_workers, share_servers
 from scalerl.rollout.sampling.worker import GeneratedBatch, RolloutWorker
-from scalerl.rollout.servers.replica import Replica
+from scalerl.rollout.servers.client import Replica
 from scalerl.rollout.sync.handover import DeviceMemory, RankMemory
-from scalerl.rollout.sync.order import SyncOrder
-from scalerl.rollout.sync.session import RankReport
+from scalerl.rollout.sync.session import RankReport, SyncOrder
 from scalerl.tracking.metrics import Metric, Timers
 from scalerl.trainer.planners import PackingRules, Planner
 from scalerl.trainer.ppo import Run
@@ -168,7 +167,7 @@ class InstantRolloutWorker:
         self.generator = np.random.default_rng(seed)
 
     async def generate(self, dataset: str, groups: Sequence[SampleGroup], n: int, *args: Any, **kwargs: Any) -> Any:
-        return GeneratedBatch(0, sample_columns(groups, n, self.generator), 0.0, 0.0, 0, [], [])
+        return GeneratedBatch(0, sample_columns(groups, n, self.generator), 0.0, 0, [], [])
 
     async def connect(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -343,7 +342,7 @@ def make_rollout(config: PPOConfig, pool: ResourcePool, group: WorkerGroup, work
     count = _num_servers(group)
     replicas = [Replica(f"http://server-{index}", "sglang", RANKS_OF_A_SERVER, "") for index in range(count)]
     server_set: Any = SimpleNamespace(replicas=replicas, down={}, num_restarts=0, end_lost=bool, end_failed=bool)
-    servers._server_set = server_set
+    servers.server_set = server_set
     servers.orders = {index: SyncOrder(replica.url, serving=False) for index, replica in enumerate(replicas)}
     rollout = TimedRollout.__new__(TimedRollout)
     rollout.place_s = []

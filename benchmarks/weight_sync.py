@@ -228,8 +228,8 @@ def measure_syncs(job: SyncJob, engine: Any, path: str, bucket_mb: int) -> dict[
     import torch
     import torch.distributed as dist
 
+    from scalerl.rollout.servers.client import Replica
     from scalerl.rollout.servers.engines import ENGINES
-    from scalerl.rollout.servers.replica import Replica
     from scalerl.rollout.sync.weight_sync import WeightSync
 
     sync = WeightSync(
@@ -237,7 +237,6 @@ def measure_syncs(job: SyncJob, engine: Any, path: str, bucket_mb: int) -> dict[
         [Replica(job.url, job.engine, ENGINES[job.engine].num_ranks(job.server_tp), job.key)],
         json.loads((Path(job.model_path) / "config.json").read_text()),
         bucket_bytes=bucket_mb * 2**20,
-        max_model_len=MAX_MODEL_LEN,
         timeout_s=300.0,
     )
     if path != "shared":

@@ -105,7 +105,7 @@ def processes() -> None:
 def packages() -> None:
     rows = [
         ("cli", "finds a command in its table, and imports it", GREY),
-        ("extras: verl, slurm, plan, verify", "the edges: they import the core, the core imports none of them", GREY),
+        ("extras: verl, slurm, plan, verify, sglang_cpu", "they import the core, the core imports none of them", GREY),
         ("commands", "generate, eval, serve, chat, init, data, doctor", BLUE),
         ("trainer", "loops, checks before a start, saves, what the ranks do", BLUE),
         ("rollout", "servers, weight sync, programs, sampling", ORANGE),

@@ -15,6 +15,10 @@ DOORS = {
     "foreign_keys": "scalerl.extras.verl.keys:Translator",
     # The check whether a run fits its devices (`trainer.checks.machine.PlanMemory`).
     "plan_memory": "scalerl.extras.plan.check:plan_memory",
+    # What an SGLang server needs to start without a GPU (`rollout.servers.engines.sglang`).
+    "sglang_on_cpu": "scalerl.extras.sglang_cpu.server:on_cpu",
+    # The environment in which sglang is imported without a GPU.
+    "sglang_cpu_imports": "scalerl.extras.sglang_cpu.server:import_environment",
 }
 
 

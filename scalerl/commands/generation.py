@@ -25,12 +25,11 @@ from scalerl.data.ragged import truncate
 from scalerl.data.row_checks import check_extra_info, check_messages, check_tools
 from scalerl.data.tables import FileTable
 from scalerl.data.unknown_text import UnknownRows
-from scalerl.rollout.dispatcher import max_in_flight
-from scalerl.rollout.generation import generate_samples
+from scalerl.rollout.dispatcher import generate_samples, max_in_flight
 from scalerl.rollout.prompt_sampling import override_sampling, sample_seed
+from scalerl.rollout.servers.client import ClientSettings, Replica
 from scalerl.rollout.servers.purpose import GENERATION
-from scalerl.rollout.servers.recovery import GenerationRecovery, LostServer, Replacements
-from scalerl.rollout.servers.replica import ClientSettings, Replica
+from scalerl.rollout.servers.recovery import LostServer, Replacements
 from scalerl.rollout.servers.requests import GenerateOutput, GenerateRequest, SamplingParams
 from scalerl.rollout.servers.server_set import ServerSet
 
@@ -145,6 +144,7 @@ class GenerationServers:
             owns_devices=True,
             single_node=are_here(pool),
         )
+        self.servers.start()
         self.num_resubmitted = 0
 
     def wait_ready(self) -> None:
@@ -235,10 +235,9 @@ async def _generate(
             began = time.monotonic()
             requests = [_request(prompts[row], cfg) for row in parts.rows(batch)]
             serving = await replacements.serving()
-            recovery = GenerationRecovery(replacements, serving)
             clients = [replacements.clients[index] for index in serving]
-            outputs = await generate_samples(clients, requests, recovery=recovery)
-            servers.num_resubmitted += recovery.num_samples
+            outputs = await generate_samples(clients, requests, replacements=replacements)
+            servers.num_resubmitted = replacements.num_resubmitted
             parts.write(batch, _columns(outputs, cfg, tokenizer))
             num_done += 1
             num_tokens = sum(len(output.output_ids) for output in outputs)

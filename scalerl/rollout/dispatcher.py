@@ -1,6 +1,7 @@
 """`Dispatcher`: spreads requests over several rollout servers, and takes more while others run.
 
 `ServerChooser` chooses the server of a request: the least loaded one, or the one that has the prompt already.
+`generate_samples` sends requests that are all known at the beginning.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from scalerl.rollout.servers.client import RolloutClient
 from scalerl.rollout.servers.requests import (
@@ -25,11 +26,14 @@ from scalerl.rollout.servers.requests import (
     unfinished_requests,
 )
 
+if TYPE_CHECKING:
+    from scalerl.rollout.servers.recovery import Replacements
+
 T = TypeVar("T")
 
 # How often `stop_when` is asked while no output arrives, and an abort is repeated until all outputs have.
 STOP_POLL_S = 0.05
-# Aborts in a row that leave a sample without a new token, before `continue_aborted` gives up.
+# Aborts in a row that leave a sample without a new token, before the request is given up.
 MAX_FRUITLESS_ABORTS = 16
 # Connections that a server which is well may cut, per request.
 MAX_CUT_CONNECTIONS = 3
@@ -64,78 +68,54 @@ class ServerChooser:
     """
 
     max_samples: Sequence[int]
-    _servers: list[_Server] = field(init=False)
+    servers: list[_Server] = field(init=False)
     _homes: dict[Hashable, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._servers = [_Server(limit) for limit in self.max_samples]
+        self.servers = [_Server(limit) for limit in self.max_samples]
 
     def assign(self, prompt: Hashable, num_samples: int, num_tokens: int) -> int | None:
         """Returns the index of a server, which now owes these samples and tokens; None when no server has room.
 
         prompt: requests of equal prompts go to one server while it has room for them.
         """
-        fitting = [index for index, server in enumerate(self._servers) if server.fits(num_samples)]
+        fitting = [index for index, server in enumerate(self.servers) if server.fits(num_samples)]
         if not fitting:
             return None
         home = self._homes.get(prompt)
         if home not in fitting:
-            home = min(fitting, key=lambda i: (self._servers[i].num_tokens, self._servers[i].num_samples, i))
+            home = min(fitting, key=lambda i: (self.servers[i].num_tokens, self.servers[i].num_samples, i))
             self._homes[prompt] = home
-        self._servers[home].num_samples += num_samples
-        self._servers[home].num_tokens += num_tokens
+        self.servers[home].num_samples += num_samples
+        self.servers[home].num_tokens += num_tokens
         return home
 
     def give_back(self, server: int, num_samples: int, num_tokens: int) -> None:
-        self._servers[server].num_samples -= num_samples
-        self._servers[server].num_tokens -= num_tokens
-        assert self._servers[server].num_samples >= 0
-        assert self._servers[server].num_tokens >= 0
-
-    def lose(self, server: int) -> None:
-        """Marks a server as lost: it gets no request until `restore`."""
-        self._servers[server].alive = False
-
-    def restore(self, server: int) -> None:
-        """Marks a lost server as serving again, so that it gets requests."""
-        self._servers[server].alive = True
-
-    def loads(self) -> list[tuple[int, int]]:
-        """The load of each server, as (tokens, samples) in flight."""
-        return [(server.num_tokens, server.num_samples) for server in self._servers]
-
-
-class Recovery(Protocol):
-    """Whoever brings lost servers back, as a Dispatcher calls it."""
-
-    async def restarted(self, server: int, lost: RolloutClient, error: RolloutError) -> RolloutClient:
-        """Waits until the server of this index serves again, with the weights of this generation, and returns its
-        client. Raises what ends the generation."""
-        ...
-
-    def resubmitted(self, request: GenerateRequest) -> None:
-        """Counts a request for missing samples that is sent again: its server was lost, or cut the connection."""
-        ...
+        self.servers[server].num_samples -= num_samples
+        self.servers[server].num_tokens -= num_tokens
+        assert self.servers[server].num_samples >= 0
+        assert self.servers[server].num_tokens >= 0
 
 
 @dataclass
 class _Job:
-    """Requests that a server runs by one call.
+    """A request that a server runs.
 
     owed: most tokens of each missing sample.  aborted: samples to be continued.
     """
 
     server: int
     client: RolloutClient
-    requests: list[GenerateRequest]
+    request: GenerateRequest
     owed: dict[SampleKey, int]
     aborted: list[GenerateOutput] = field(default_factory=list)
 
 
 class Dispatcher:
     """Sends requests in order, each to the least loaded server; all samples of a request go to one server, which
-    computes the prompt once. Requests that begin together on a server share a call where its engine answers several. A
-    sample's place is free for the next when that sample is finished, even if others of its request are not.
+    computes the prompt once. A sample's place is free for the next when that sample is finished, even if others of its
+    request are not. A sample that somebody else aborted (`RolloutClient.pause`) is asked for again from where it is;
+    its new tokens carry the version of their weights.
     """
 
     def __init__(
@@ -144,8 +124,7 @@ class Dispatcher:
         on_output: Callable[[GenerateOutput], None],
         *,
         stop_when: Callable[[], bool] | None = None,
-        continue_aborted: bool = False,
-        recovery: Recovery | None = None,
+        replacements: Replacements | None = None,
     ) -> None:
         """Begins with no request.
 
@@ -153,13 +132,13 @@ class Dispatcher:
         stop_when: asked after every output and every STOP_POLL_S; when true, everything else is ended: the servers'
             running requests (those of other callers too) come back with what they have and finish reason `abort`, as
             do, without tokens, those that had not begun.
-        continue_aborted, recovery: as `generation.generate_samples`.
+        replacements: brings lost servers back. A server that is gone, or that does not answer a request in its time
+            and then no health check either, is lost: its requests go to the others, and to its successor.
         """
         self.clients = list(clients)
         self.on_output = on_output
         self.stop_when = stop_when
-        self.continue_aborted = continue_aborted
-        self.recovery = recovery
+        self.replacements = replacements
         self.max_model_len = min(client.max_model_len for client in clients)
         self.ids: set[int | str] = set()
         # Samples that have not come back.
@@ -201,8 +180,8 @@ class Dispatcher:
     async def run(self, is_over: Callable[[], bool]) -> None:
         """Runs until is_over, which is asked at every event (`came`), or until all samples are back after a stop.
 
-        Raises RolloutError when a sample is lost or doubled, and when a server fails that `recovery` does not bring
-        back; nothing is left running then.
+        Raises RolloutError when a sample is lost or doubled, and when a server fails that `replacements`
+        does not bring back; nothing is left running then.
         """
         async with contextlib.AsyncExitStack() as connections:
             for client in self.clients:
@@ -247,7 +226,6 @@ class Dispatcher:
         return task
 
     def _start_pending(self) -> None:
-        together: dict[int, _Job] = {}
         while self.pending:
             request = self.pending[0]
             owed = _tokens_to_come(request)
@@ -255,20 +233,16 @@ class Dispatcher:
             if server is None:
                 break
             self.pending.popleft()
-            client = self.clients[server]
-            if client.answers_several and server in together:
-                together[server].requests.append(request)
-                together[server].owed |= owed
-                continue
-            job = together[server] = _Job(server, client, [request], owed)
-            # Its requests are complete when it begins: in the loop's next round.
+            job = _Job(server, self.clients[server], request, owed)
             self.running[self._watched(asyncio.create_task(self._serve(job)))] = job
 
     async def _serve(self, job: _Job) -> None:
         try:
-            async for output in job.client.generate(job.requests):
-                self._give_back(job, output)
-                if output.finish_reason == ABORTED and self.continue_aborted and not self.stopping:
+            async for output in job.client.generate(job.request):
+                # An output that was not asked for is an error, which _collect raises.
+                if output.key in job.owed:
+                    self.chooser.give_back(job.server, 1, job.owed.pop(output.key))
+                if output.finish_reason == ABORTED and not self.stopping:
                     job.aborted.append(output)
                 else:
                     self._collect(output)
@@ -277,14 +251,10 @@ class Dispatcher:
             await self._failed(job, error)
         else:
             if job.owed:
-                lost, asked = next(iter(job.owed)), sum(request.n for request in job.requests)
-                raise RolloutError(f"{len(job.owed)} of {asked} samples never came back, the first is {lost}")
+                raise RolloutError(
+                    f"{len(job.owed)} of {job.request.n} samples never came back, the first is {next(iter(job.owed))}"
+                )
         self._continue(job)
-
-    def _give_back(self, job: _Job, output: GenerateOutput) -> None:
-        # An output that was not asked for is an error, which _collect raises.
-        if output.key in job.owed:
-            self.chooser.give_back(job.server, 1, job.owed.pop(output.key))
 
     def _end(self, job: _Job, task: asyncio.Task[None]) -> None:
         self.chooser.give_back(job.server, len(job.owed), sum(job.owed.values()))
@@ -295,11 +265,11 @@ class Dispatcher:
             task.result()
 
     async def _failed(self, job: _Job, error: RolloutError) -> None:
-        """Asks again for the missing samples of a call that failed, if `recovery` can help; else raises it."""
-        if self.recovery is not None and not await self._is_well(job):
-            self._lose(job, error)
+        """Asks again for the missing samples of a request that failed, if `replacements` can help; else raises it."""
+        if self.replacements is not None and not await self._is_well(job):
+            self._lose(self.replacements, job, error)
             self._resubmit(job)
-        elif self.recovery is not None and isinstance(error, ServerLostError) and self._may_ask_again(job):
+        elif self.replacements is not None and isinstance(error, ServerLostError) and self._may_ask_again(job):
             self._resubmit(job)
         else:
             raise error
@@ -310,38 +280,37 @@ class Dispatcher:
             return job.client not in self.lost and await job.client.is_well()
 
     def _may_ask_again(self, job: _Job) -> bool:
-        ids = [request.request_id for request in _rest(job)]
-        self.cut_connections.update(ids)
-        return all(self.cut_connections[request_id] <= MAX_CUT_CONNECTIONS for request_id in ids)
+        self.cut_connections[job.request.request_id] += 1
+        return self.cut_connections[job.request.request_id] <= MAX_CUT_CONNECTIONS
 
-    def _lose(self, job: _Job, error: RolloutError) -> None:
+    def _lose(self, replacements: Replacements, job: _Job, error: RolloutError) -> None:
         """Marks a server as lost, and cancels its other requests, which would else wait for their own time limit."""
         if job.client in self.lost:
             return
-        assert self.recovery is not None
         self.lost.add(job.client)
-        self.chooser.lose(job.server)
+        self.chooser.servers[job.server].alive = False
         for task, other in self.running.items():
             if other.client is job.client and task is not asyncio.current_task():
                 task.cancel()
-        restarted = asyncio.ensure_future(self.recovery.restarted(job.server, job.client, error))
-        self.recovering[self._watched(restarted)] = job.server
+        successor = asyncio.ensure_future(replacements.successor(job.client, error))
+        self.recovering[self._watched(successor)] = job.server
 
     async def _welcome(self, server: int, client: RolloutClient, connections: contextlib.AsyncExitStack) -> None:
         await connections.enter_async_context(client.connected())
         self.clients[server] = client
         self.health_checks[client] = asyncio.Lock()
-        self.chooser.restore(server)
+        self.chooser.servers[server].alive = True
 
     def _resubmit(self, job: _Job) -> None:
-        assert self.recovery is not None
-        rest = _rest(job)
-        for request in rest:
-            self.recovery.resubmitted(request)
-        self.pending.extendleft(reversed(rest))
+        """Puts a request with the missing samples of a job in line, as the first."""
+        assert self.replacements is not None
+        outputs = [output for output in _as_it_was(job.request) if output.key in job.owed]
+        rest = [job.request] if len(outputs) == job.request.n else unfinished_requests([job.request], outputs)
+        self.replacements.num_resubmitted += sum(request.n for request in rest)
+        self.pending.extendleft(rest)
 
     def _continue(self, job: _Job) -> None:
-        had = {output.key: len(output.output_ids) for request in job.requests for output in request.progress}
+        had = {output.key: len(output.output_ids) for output in job.request.progress}
         for output in job.aborted:
             got_tokens = len(output.output_ids) > had.get(output.key, 0)
             self.fruitless[output.key] = 0 if got_tokens else self.fruitless.get(output.key, 0) + 1
@@ -351,7 +320,7 @@ class Dispatcher:
                     f"{MAX_FRUITLESS_ABORTS + 1} times without a new token; see the servers' logs"
                 )
         # First in line: its prompt may still be in the server's cache.
-        self.pending.extendleft(reversed(unfinished_requests(job.requests, job.aborted)))
+        self.pending.extendleft(unfinished_requests([job.request], job.aborted))
 
     def _collect(self, output: GenerateOutput) -> None:
         if output.key not in self.expected:
@@ -381,16 +350,36 @@ def _as_it_was(request: GenerateRequest) -> list[GenerateOutput]:
     return [begun.get(key) or GenerateOutput(*key, [], [], ABORTED, NO_VERSION) for key in request.sample_keys()]
 
 
-def _rest(job: _Job) -> list[GenerateRequest]:
-    """The requests of a job that have missing samples, with these alone."""
-    rest = []
-    for request in job.requests:
-        outputs = [output for output in _as_it_was(request) if output.key in job.owed]
-        rest += [request] if len(outputs) == request.n else unfinished_requests([request], outputs)
-    return rest
-
-
 def _tokens_to_come(request: GenerateRequest) -> dict[SampleKey, int]:
     """The most tokens that each sample may still get."""
     had = {output.key: len(output.output_ids) for output in request.progress}
     return {key: request.sampling.max_new_tokens - had.get(key, 0) for key in request.sample_keys()}
+
+
+async def generate_samples(
+    clients: Sequence[RolloutClient],
+    requests: Sequence[GenerateRequest],
+    on_output: Callable[[GenerateOutput], None] | None = None,
+    *,
+    stop_when: Callable[[], bool] | None = None,
+    replacements: Replacements | None = None,
+) -> list[GenerateOutput]:
+    """Generates one output per sample, ordered as the requests, then by sample index.
+
+    Arguments as those of `Dispatcher`. Raises ValueError on a request that cannot be sent or an id that is used twice,
+    RolloutError as `Dispatcher.run`; nothing is left running then.
+    """
+    if not clients:
+        raise ValueError("generate_samples: no rollout servers")
+    outputs: dict[SampleKey, GenerateOutput] = {}
+
+    def keep(output: GenerateOutput) -> None:
+        outputs[output.key] = output
+        if on_output is not None:
+            on_output(output)
+
+    dispatcher = Dispatcher(clients, keep, stop_when=stop_when, replacements=replacements)
+    for request in requests:
+        dispatcher.add(request)
+    await dispatcher.run(lambda: dispatcher.is_idle)
+    return [outputs[key] for request in requests for key in request.sample_keys()]

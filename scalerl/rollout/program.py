@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from scalerl.base.user_code import (
     UserCodeError,
@@ -137,13 +137,9 @@ class Ask:
         return (self.input_ids, self.sampling) == (other.input_ids, other.sampling)
 
 
-class TurnMaker(Protocol):
-    """Whoever makes a turn on a server."""
-
-    def __call__(self, sample: Servers, number: int, ask: Ask, /) -> Awaitable[GenerateOutput]:
-        """Makes the whole turn, despite lost servers and pauses. number: index of the ask in the sample. ask.output:
-        the interrupted turn to continue, if any."""
-        ...
+# Makes a turn on a server: (sample, index of the ask in the sample, ask) -> the whole turn, despite lost servers and
+# pauses.  ask.output: the interrupted turn to continue, if any.
+TurnMaker = Callable[["Servers", int, Ask], Awaitable[GenerateOutput]]
 
 
 class Servers:

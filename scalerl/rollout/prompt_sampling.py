@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
-from collections.abc import Mapping
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -62,12 +62,12 @@ def override_sampling(
         return base
     where = f"{prompt_name}: extra_info.{KEY}"
     if not isinstance(asked, Mapping):
-        raise ValueError(f"{where} is {asked!r}; write a dict of {', '.join(_KNOWN)}, or null")
+        raise ValueError(f"{where} is {asked!r}; write a dict of {', '.join(_FIELDS)}, or null")
     for name in asked:
-        if name not in _KNOWN:
-            near = difflib.get_close_matches(str(name), _KNOWN, n=1)
+        if name not in _FIELDS:
+            near = difflib.get_close_matches(str(name), _FIELDS, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{where}.{name} is not known{hint} Known: {', '.join(_KNOWN)}")
+            raise ValueError(f"{where}.{name} is not known{hint} Known: {', '.join(_FIELDS)}")
     values = {
         name: _check(where, name, value, base, max_new_tokens_key) for name, value in asked.items() if value is not None
     }
@@ -80,10 +80,11 @@ def override_sampling(
 
 
 def _check(where: str, name: str, value: Any, base: SamplingParams, max_new_tokens_key: str) -> Any:
+    read, domain = _FIELDS[name]
     try:
-        checked = _CHECKS[name](value)
+        checked = read(value)
     except (TypeError, ValueError):
-        raise ValueError(f"{where}.{name} is {value!r}; it must be {_DOMAINS[name]}") from None
+        raise ValueError(f"{where}.{name} is {value!r}; it must be {domain}") from None
     if name == "max_new_tokens" and checked > base.max_new_tokens:
         raise ValueError(
             f"{where}.{name} is {checked}, more than {max_new_tokens_key}={base.max_new_tokens}; lower it, or raise "
@@ -92,37 +93,18 @@ def _check(where: str, name: str, value: Any, base: SamplingParams, max_new_toke
     return checked
 
 
-def _integer(value: Any, at_least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < at_least:
+def _integer(value: Any, allows: Callable[[int], bool]) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not allows(int(value)):
         raise ValueError
     return int(value)
 
 
-def _real(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+def _real(value: Any, allows: Callable[[float], bool]) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError
+    if not math.isfinite(value) or not allows(float(value)):
         raise ValueError
     return float(value)
-
-
-def _temperature(value: Any) -> float:
-    temperature = _real(value)
-    if temperature < 0.0:
-        raise ValueError
-    return temperature
-
-
-def _top_p(value: Any) -> float:
-    top_p = _real(value)
-    if not 0.0 < top_p <= 1.0:
-        raise ValueError
-    return top_p
-
-
-def _top_k(value: Any) -> int:
-    top_k = _integer(value, -1)
-    if top_k == 0:
-        raise ValueError
-    return top_k
 
 
 def _flag(value: Any) -> bool:
@@ -138,22 +120,16 @@ def _strings(value: Any) -> tuple[str, ...]:
     return strings
 
 
-_CHECKS = {
-    "max_new_tokens": lambda value: _integer(value, 1),
-    "temperature": _temperature,
-    "top_p": _top_p,
-    "top_k": _top_k,
-    "ignore_eos": _flag,
-    "stop": _strings,
-    "stop_token_ids": lambda value: tuple(_integer(token, 0) for token in value),
+# Field of `SamplingParams` -> what reads it (ValueError or TypeError where it is wrong), and what it must be.
+_FIELDS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "max_new_tokens": (lambda value: _integer(value, lambda n: n >= 1), "an integer of at least 1"),
+    "temperature": (lambda value: _real(value, lambda x: x >= 0.0), "a number of at least 0"),
+    "top_p": (lambda value: _real(value, lambda x: 0.0 < x <= 1.0), "a number in (0, 1]"),
+    "top_k": (lambda value: _integer(value, lambda n: n == -1 or n >= 1), "an integer of at least 1, or -1 for off"),
+    "ignore_eos": (_flag, "true or false"),
+    "stop": (_strings, "a string or a list of strings, none empty"),
+    "stop_token_ids": (
+        lambda value: tuple(_integer(token, lambda n: n >= 0) for token in value),
+        "a list of token ids",
+    ),
 }
-_DOMAINS = {
-    "max_new_tokens": "an integer of at least 1",
-    "temperature": "a number of at least 0",
-    "top_p": "a number in (0, 1]",
-    "top_k": "an integer of at least 1, or -1 for off",
-    "ignore_eos": "true or false",
-    "stop": "a string or a list of strings, none empty",
-    "stop_token_ids": "a list of token ids",
-}
-_KNOWN = tuple(field.name for field in fields(SamplingParams))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from scalerl.rollout.dispatcher import STOP_POLL_S, Dispatcher, Recovery
+from scalerl.rollout.dispatcher import STOP_POLL_S, Dispatcher
 from scalerl.rollout.program import Ask, Program, Servers, Tools, Trajectory, run_program
 from scalerl.rollout.servers.client import RolloutClient
 from scalerl.rollout.servers.requests import (
@@ -26,6 +26,7 @@ from scalerl.rollout.servers.requests import (
 
 if TYPE_CHECKING:
     from scalerl.data import PromptRow
+    from scalerl.rollout.servers.recovery import Replacements
 
 
 @dataclass(frozen=True)
@@ -49,19 +50,19 @@ async def make_samples(
     on_sample: Callable[[Trajectory], None],
     *,
     stop_when: Callable[[], bool] | None = None,
-    recovery: Recovery | None = None,
+    replacements: Replacements | None = None,
 ) -> dict[tuple[int, int], list[Ask]]:
     """Makes the samples. Returns (uid, sample_index) -> the turns so far of each unfinished one; {} unless stopped.
 
     on_sample: gets each trajectory as soon as its program returns it.
     stop_when: as `Dispatcher.stop_when`; programs are cancelled then.
-    recovery: as `generation.generate_samples`. A paused turn is continued under the weights that follow.
+    replacements: as `Dispatcher`'s. A paused turn is continued under the weights that follow.
 
     A program never has to ask again: turns come whole, despite lost servers and pauses. Raises what a program
     raises, as `run_program`, and what `Dispatcher.run` raises; nothing is left running then.
     """
     turns = _Turns()
-    dispatcher = Dispatcher(clients, turns.accept, stop_when=stop_when, continue_aborted=True, recovery=recovery)
+    dispatcher = Dispatcher(clients, turns.accept, stop_when=stop_when, replacements=replacements)
     turns.dispatcher = dispatcher
     samples = [
         Servers(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from scalerl.rollout.servers.replica import Replica
-from scalerl.rollout.servers.weights import expected_checksums
+from scalerl.rollout.servers.client import Replica
 from scalerl.rollout.sync.session import feeds_of, join_feeds
 from tests.dist.launch import run_ranks
+from tests.served_weights import expected_checksums
 
 CONFIG = {"model_type": "qwen3_moe", "vocab_size": 96, "num_attention_heads": 4, "num_experts": 2}
 # Ranks of each server. The last ones have more than there are trainer ranks: one of these feeds two of them.

@@ -42,7 +42,7 @@ def write_and_compare(model: str, sizes: Sizes, dtype: str) -> tuple[int, dict[s
     from scalerl.parallel import platform
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.parallel.layout import Layout, initialize
-    from scalerl.rollout.sync.transports.memory import NodeBuckets
+    from scalerl.rollout.sync.transports.memory import SharedTransport
 
     platform.install("cpu")
     layout = Layout(**sizes)
@@ -58,21 +58,21 @@ def write_and_compare(model: str, sizes: Sizes, dtype: str) -> tuple[int, dict[s
         sequence_parallel=layout.tp_size > 1,
     )
     engine = MegatronEngine(model, config, groups, optim=None)
-    assert NodeBuckets.possible(engine)
-    buckets = NodeBuckets(engine, BUCKET_BYTES)
+    assert SharedTransport.possible(engine)
+    buckets = SharedTransport(engine, BUCKET_BYTES)
     exported = [[(name, x.clone()) for name, x in bucket] for bucket in engine.export_buckets(BUCKET_BYTES)]
-    assert len(buckets) == len(exported)
+    assert buckets.num_buckets == len(exported)
     before = set(os.listdir("/dev/shm"))
     memories = []
     # Twice: the second time over what the first has left, in the same memory.
     for _ in range(2):
-        with buckets.room():
-            written = compare(buckets, exported)
-            memories.append(buckets.memory)
-            # What a killed run would leave there stays until the machine is restarted.
-            assert not [name for name in set(os.listdir("/dev/shm")) - before if f"_{os.getpid()}_" in name]
+        buckets.make_room(BUCKET_BYTES)
+        written = compare(buckets, exported)
+        memories.append(buckets.memory)
+        # What a killed run would leave there stays until the machine is restarted.
+        assert not [name for name in set(os.listdir("/dev/shm")) - before if f"_{os.getpid()}_" in name]
     assert memories[0] is memories[1]
-    num_buckets = len(buckets)
+    num_buckets = buckets.num_buckets
     write_otherwise(buckets, engine)
     return num_buckets, written
 
@@ -87,13 +87,13 @@ def write_otherwise(buckets: Any, engine: Any) -> None:
     limit = 8 * largest
     last = dist.get_rank() == dist.get_world_size() - 1
     fits = int(BUCKET_COPIES * (largest * 2 if last else limit) / BUCKET_FREE_FRAC)
-    agreed = agreed_bucket_bytes(fits, "here", limit_bytes=limit, largest_bytes=largest, num_copies=BUCKET_COPIES)
+    agreed = agreed_bucket_bytes(fits, "here", limit_bytes=limit, largest_bytes=largest)
     assert agreed == 2 * largest
-    before, count = buckets.memory, len(buckets)
+    before, count = buckets.memory, buckets.num_buckets
     exported = [[(name, x.clone()) for name, x in bucket] for bucket in engine.export_buckets(agreed)]
-    with buckets.room(agreed):
-        assert len(buckets) == len(exported) != count and buckets.memory is not before
-        compare(buckets, exported)
+    buckets.make_room(agreed)
+    assert buckets.num_buckets == len(exported) != count and buckets.memory is not before
+    compare(buckets, exported)
 
 
 def compare(buckets: Any, exported: list[list[tuple[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:

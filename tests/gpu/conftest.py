@@ -97,7 +97,7 @@ def generate(client: RolloutClient, max_new_tokens: int = 16) -> list[GenerateOu
     sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True)
 
     async def ask(row: int, prompt: list[int]) -> GenerateOutput:
-        (output,) = [output async for output in client.generate([GenerateRequest(row, prompt, 1, sampling)])]
+        (output,) = [output async for output in client.generate(GenerateRequest(row, prompt, 1, sampling))]
         return output
 
     async def collect() -> list[GenerateOutput]:

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 
 from scalerl.base.files import GIB
 from scalerl.rollout.servers.client import RolloutClient
-from scalerl.rollout.servers.weights import serialize_bucket
 from scalerl.rollout.sync.handover import DeviceMemory, measure
 from tests.gpu.conftest import MEMORY_UTILIZATION, generate
+from tests.served_weights import serialize_bucket
 
 # CUDA maps memory in pieces of 2 MiB, and what SGLang keeps beside weights and KV cache stays.
 SLACK_BYTES = 64 * 2**20
@@ -52,7 +52,7 @@ def test_release_gives_memory_to_the_device_and_resume_takes_it_back(
     assert released - free_bytes() > weight_bytes - SLACK_BYTES
     client.begin_weight_update()
     blob = serialize_bucket([(name, tensor.cuda()) for name, tensor in weights], "sglang")
-    client.update_weights([blob], flush_cache=False)
+    client.update_weights([blob])
     client.end_weight_update(1)
     torch.cuda.empty_cache()
     client.resume(["kv_cache"])
@@ -82,7 +82,7 @@ def test_release_returns_when_the_memory_of_all_ranks_of_a_server_is_free(
         blobs = [
             serialize_bucket([(name, tensor.cuda(device)) for name, tensor in weights], "sglang") for device in devices
         ]
-        client.update_weights(blobs, flush_cache=False)
+        client.update_weights(blobs)
         client.end_weight_update(1)
         torch.cuda.empty_cache()
         client.resume(["kv_cache"])

@@ -3,8 +3,8 @@
     python -m pytest tests/gpu/test_weight_sync.py -q
 
 NOT RUN YET on a GPU: written from the sources of sglang 0.5.21 on a machine without one. Experts shared over ranks need
-two GPUs. That buckets are asked for outside of expandable segments, tests/unit/rollout/servers/test_weights.py shows on
-a CPU.
+two GPUs. That buckets are asked for outside of expandable segments, tests/unit/rollout/servers/test_checksums.py shows
+on a CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from scalerl.cluster.probes.gpu import check_ipc
 from scalerl.rollout.servers.client import GenerateOutput, RolloutClient
-from tests.gpu.conftest import MAX_MODEL_LEN, MIXTURE, PROMPTS, generate, make_gpu_model
+from tests.gpu.conftest import MIXTURE, PROMPTS, generate, make_gpu_model
 from tests.gpu.isolated import run_isolated_ranks
 
 # Several buckets, the largest tensor (the embedding, 32 MiB) in one of its own.
@@ -41,9 +41,10 @@ def sync_then_move_on(
     from scalerl.parallel import platform
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.parallel.layout import Layout, initialize
-    from scalerl.rollout.servers.replica import Replica
-    from scalerl.rollout.servers.weights import checksum_differences, expected_checksums
+    from scalerl.rollout.servers.checksums import checksum_differences
+    from scalerl.rollout.servers.client import Replica
     from scalerl.rollout.sync.weight_sync import WeightSync
+    from tests.served_weights import expected_checksums
 
     num_ranks, kwargs = int(os.environ["WORLD_SIZE"]), {"sglang": own}
     groups = initialize(Layout(num_ranks), backend=platform.backend(), timeout_s=120, seed=1)
@@ -54,10 +55,9 @@ def sync_then_move_on(
         [Replica(url, "sglang", num_ranks, key, kwargs)],
         config,
         bucket_bytes=BUCKET_BYTES,
-        max_model_len=MAX_MODEL_LEN,
         timeout_s=300,
     )
-    report = sync.sync(7, verify=True)
+    report = dict(vars(sync.sync(7, verify=True)))
 
     with torch.no_grad():
         dict(engine.chunks[0].named_parameters())[changed].view(-1)[0] += 1.0

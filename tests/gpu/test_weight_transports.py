@@ -32,7 +32,7 @@ def sync_twice(
     from scalerl.parallel import platform
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.parallel.layout import Layout, initialize
-    from scalerl.rollout.servers.replica import Replica
+    from scalerl.rollout.servers.client import Replica
     from scalerl.rollout.sync.weight_sync import WeightSync
 
     groups = initialize(Layout(1), backend=platform.backend(), timeout_s=120, seed=1)
@@ -42,7 +42,6 @@ def sync_twice(
         [Replica(url, "sglang", 1, key)],
         json.loads((Path(model_path) / "config.json").read_text()),
         bucket_bytes=BUCKET_BYTES,
-        max_model_len=MAX_MODEL_LEN,
         timeout_s=300,
         transport=transport,
         directory=directory,
@@ -50,7 +49,7 @@ def sync_twice(
     )
     if backend is not None:
         sync.transport.backend = backend
-    return [sync.sync(version, verify=True) for version in (7, 8)]
+    return [vars(sync.sync(version, verify=True)) for version in (7, 8)]
 
 
 def check(client: RolloutClient, model_a: Path, model_b: Path, transport: str, backend: str | None, out: Path) -> None:

@@ -31,7 +31,7 @@ from scalerl.rollout.sampling.policy_servers import PolicyServers
 from scalerl.rollout.sampling.rollout import HybridRollout
 from scalerl.rollout.servers.client import GenerateRequest, RolloutClient, RolloutError, SamplingParams
 from scalerl.rollout.sync.handover import HandoverError, Point
-from scalerl.rollout.sync.order import Step, SyncOrder
+from scalerl.rollout.sync.session import Step, SyncOrder
 from scalerl.tracking.metrics import rollout_diff_metrics, to_floats
 from scalerl.trainer.ranks.roles import MegatronActor
 from scalerl.trainer.ranks.worker import MegatronWorker
@@ -162,7 +162,7 @@ class Run:
         client = self.client(index)
         os.killpg(self.process_group(index), signal.SIGKILL)
         deadline = time.monotonic() + GONE_TIMEOUT_S
-        while client.healthy():
+        while asyncio.run(client.is_well()):
             assert time.monotonic() < deadline, f"{client.url} survives SIGKILL"
             time.sleep(0.05)
 
@@ -315,7 +315,7 @@ def test_a_server_that_is_lost_during_a_save_comes_back_with_the_weights(run: Ru
 
 def generate_one(client: RolloutClient) -> None:
     async def collect() -> None:
-        async for _ in client.generate([GenerateRequest(0, [5, 6], 1, SamplingParams(1, temperature=0.0), [0])]):
+        async for _ in client.generate(GenerateRequest(0, [5, 6], 1, SamplingParams(1, temperature=0.0), [0])):
             pass
 
     asyncio.run(collect())

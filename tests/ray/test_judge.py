@@ -30,10 +30,9 @@ from scalerl.rewards.judge import fill
 from scalerl.rollout.sampling.groups import SampleGroup
 from scalerl.rollout.sampling.judge import Judge, JudgeServers, client_settings
 from scalerl.rollout.sampling.worker import RolloutWorker
-from scalerl.rollout.servers.client import RolloutClient, SamplingParams
+from scalerl.rollout.servers.client import ClientSettings, Replica, RolloutClient, SamplingParams
 from scalerl.rollout.servers.process import RolloutServer, start_on_free_port
 from scalerl.rollout.servers.purpose import POLICY
-from scalerl.rollout.servers.replica import ClientSettings, Replica
 from tests.sglang.conftest import MAX_MODEL_LEN, Model, make_server
 from tests.tiny_models import make_tiny_model
 

@@ -11,9 +11,9 @@ import pytest
 
 from scalerl.cluster.processes import Lease, Processes
 from scalerl.config.schema import ModelConfig
+from scalerl.rollout.servers.client import ClientSettings
 from scalerl.rollout.servers.process import ServerStartError
 from scalerl.rollout.servers.purpose import POLICY
-from scalerl.rollout.servers.replica import ClientSettings
 from scalerl.rollout.servers.server_set import ServerSet
 from tests.sglang.conftest import MAX_MODEL_LEN, make_model, rollout_config
 
@@ -43,13 +43,14 @@ def servers(cluster: Processes, tmp_path: Path) -> Iterator[ServerSet]:
 def cache_tokens(servers: ServerSet) -> int:
     size = servers.clients[0].cache_size()
     assert size is not None
-    return size.num_tokens
+    return size[0]
 
 
 @pytest.mark.full
 def test_a_server_has_the_cache_it_was_given_and_a_smaller_one_is_noticed(
     servers: ServerSet, caplog: pytest.LogCaptureFixture
 ) -> None:
+    servers.start()
     servers.wait_ready()
     assert cache_tokens(servers) == TOKENS
 

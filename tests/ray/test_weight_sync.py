@@ -22,9 +22,8 @@ from scalerl.cluster.failures import WorkerError
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig
 from scalerl.parallel.layout import Layout
-from scalerl.rollout.servers.client import GenerateRequest, RolloutClient, SamplingParams
+from scalerl.rollout.servers.client import GenerateRequest, Replica, RolloutClient, SamplingParams
 from scalerl.rollout.servers.process import RolloutServer, start_on_free_port
-from scalerl.rollout.servers.replica import Replica
 from scalerl.rollout.sync.session import plan_leads
 from scalerl.trainer.ranks.rl_worker import RLWorker
 from scalerl.trainer.ranks.roles import TOKENS, MegatronActor
@@ -83,7 +82,6 @@ def connect(group: WorkerGroup, model: Model, replicas: list[Replica], **transpo
         replicas,
         json.loads((model.path / "config.json").read_text()),
         bucket_bytes=BUCKET_BYTES,
-        max_model_len=MAX_MODEL_LEN,
         timeout_s=TIMEOUT_S,
         model_path=str(model.path),
         **transport,

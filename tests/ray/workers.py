@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -251,7 +252,7 @@ class StrikingWorker(RLWorker):
                 del memory._noted
                 client = self.weight_sync.clients[self.weight_sync.feeds[index].replica.url]
                 os.killpg(process_group, signal.SIGKILL)
-                while client.healthy():
+                while asyncio.run(client.is_well()):
                     time.sleep(0.05)
             return type(memory)._noted(memory, at, measured)
 

@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from scalerl.config import compose
 from scalerl.config.schema import RolloutConfig
-from scalerl.rollout.generation import generate_samples
+from scalerl.rollout.dispatcher import generate_samples
 from scalerl.rollout.servers.client import GenerateOutput, GenerateRequest, RolloutClient, SamplingParams
 from scalerl.rollout.servers.connection import authorization, new_key
 from scalerl.rollout.servers.engines import ENGINES, Launch
 from scalerl.rollout.servers.process import RolloutServer, start_on_free_port
-from scalerl.rollout.servers.weights import serialize_bucket
 from tests.folders import is_last_of_its_folder
+from tests.served_weights import serialize_bucket
 from tests.tiny_models import EOS_ID, make_tiny_model
 
 MAX_MODEL_LEN = 96
@@ -130,7 +130,7 @@ class Engine:
         self.client.begin_weight_update()
         for bucket in buckets:
             blobs = [serialize_bucket(bucket, self.kind) for _ in range(tp_size)]
-            self.client.update_weights(blobs, flush_cache=bucket is buckets[-1])
+            self.client.update_weights(blobs)
         self.client.end_weight_update(policy_version)
 
 

@@ -15,13 +15,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from scalerl.rollout.generation import generate_samples
+from scalerl.rollout.dispatcher import generate_samples
+from scalerl.rollout.servers.checksums import checksum_differences
 from scalerl.rollout.servers.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
 from scalerl.rollout.servers.connection import authorization
 from scalerl.rollout.servers.requests import unfinished_requests
 from scalerl.rollout.servers.supervise import descendants
-from scalerl.rollout.servers.weights import checksum_differences, expected_checksums, serialize_bucket
 from tests.gpu import conftest as gpu
+from tests.served_weights import expected_checksums, serialize_bucket
 from tests.sglang.conftest import MAX_MODEL_LEN, ONE_TOKEN, PROMPTS, Engine, Model
 from tests.tiny_models import EOS_ID
 
@@ -170,7 +171,7 @@ def test_an_update_outside_of_a_session_is_refused_and_changes_nothing(
     engine: Engine, model_a: Model, model_b: Model
 ) -> None:
     with pytest.raises(RolloutError, match="must run between begin_weight_update"):
-        engine.client.update_weights([serialize_bucket(model_b.weights(), engine.kind)], flush_cache=True)
+        engine.client.update_weights([serialize_bucket(model_b.weights(), engine.kind)])
     expected = expected_checksums(model_a.weights(), model_a.hf.config.to_dict(), 1, engine.kind)
     assert checksum_differences(expected, engine.client.checksums()) == []
 
@@ -187,8 +188,6 @@ def test_a_second_session_is_refused(engine: Engine) -> None:
 
 
 def test_release_and_resume_keep_their_order(engine: Engine, model_a: Model) -> None:
-    with pytest.raises(ValueError, match="not released"):
-        engine.client.resume(["weights"])
     engine.client.release(["kv_cache"])
     engine.client.release(["weights"])
     engine.client.resume(["weights"])
@@ -283,11 +282,11 @@ def _num_interruptions_until_all_is_done(engine: Engine) -> int:
     return num_interruptions
 
 
-def test_an_abort_by_somebody_else_is_continued_when_asked_for(engine: Engine, model_a: Model) -> None:
+def test_an_abort_by_somebody_else_is_continued(engine: Engine, model_a: Model) -> None:
     requests = requests_for(PROMPTS, replace(GREEDY, max_new_tokens=60, ignore_eos=True), n=2)
 
     async def scenario() -> list[GenerateOutput]:
-        running = asyncio.create_task(generate_samples([engine.client], requests, continue_aborted=True))
+        running = asyncio.create_task(generate_samples([engine.client], requests))
         for _ in range(3):
             await asyncio.sleep(0.02)
             await engine_like(engine).abort_all()
@@ -313,7 +312,7 @@ def test_a_sample_comes_when_it_is_finished_and_the_others_of_its_prompt_run_on(
 
     async def scenario() -> list[GenerateOutput]:
         outputs = []
-        async for output in engine.client.generate([request]):
+        async for output in engine.client.generate(request):
             if not outputs:
                 await engine_like(engine).abort_all()
             outputs.append(output)
@@ -349,7 +348,7 @@ def test_shared_memory_does_not_pile_up(engine: Engine, model_b: Model) -> None:
 
 async def _all(client: RolloutClient, requests: Sequence[GenerateRequest]) -> list[GenerateOutput]:
     async def of(request: GenerateRequest) -> list[GenerateOutput]:
-        return [output async for output in client.generate([request])]
+        return [output async for output in client.generate(request)]
 
     return [output for outputs in await asyncio.gather(*map(of, requests)) for output in outputs]
 
@@ -365,9 +364,7 @@ def _stop_early(engine: Engine, requests: list[GenerateRequest], num_tokens: int
 
     async def scenario() -> list[GenerateOutput]:
         probe = SamplingParams(max_new_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-        generation = asyncio.create_task(
-            generate_samples([engine.client], requests, stop_when=lambda groups: bool(seen))
-        )
+        generation = asyncio.create_task(generate_samples([engine.client], requests, stop_when=lambda: bool(seen)))
         await _all(engine_like(engine), [GenerateRequest("probe", [5], 1, probe, [0])])
         seen.append(True)
         return await generation
@@ -378,8 +375,8 @@ def _stop_early(engine: Engine, requests: list[GenerateRequest], num_tokens: int
 class ForgetfulClient(RolloutClient):
     """Loses the last sample of every call."""
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[GenerateOutput]:
-        outputs = [output async for output in super().generate(requests)]
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateOutput]:
+        outputs = [output async for output in super().generate(request)]
         for output in outputs[:-1]:
             yield output
 
@@ -387,8 +384,8 @@ class ForgetfulClient(RolloutClient):
 class StutteringClient(RolloutClient):
     """Gives the first sample of every call twice."""
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[GenerateOutput]:
-        outputs = [output async for output in super().generate(requests)]
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateOutput]:
+        outputs = [output async for output in super().generate(request)]
         for output in outputs[:1] + outputs:
             yield output
 
@@ -432,22 +429,22 @@ def test_generate_samples_fails_when_a_server_is_gone(engine: Engine) -> None:
 
 
 def test_finished_and_unfinished_samples_are_the_submitted_ones(engine: Engine) -> None:
-    """The rest is stopped when two groups are complete."""
+    """The rest is stopped when four samples are finished."""
     short = [GenerateRequest(f"s{row}", [5 + row], 2, SamplingParams(4), [row, 100 + row]) for row in range(4)]
     long = [GenerateRequest(f"l{row}", [50 + row], 2, LONG, [row, 100 + row]) for row in range(12)]
     requests = [*short, *long]
-    seen: list[object] = []
+    came: list[GenerateOutput] = []
 
     outputs = asyncio.run(
         generate_samples(
             [client_like(engine, RolloutClient)],
             requests,
-            lambda output: seen.append(output.key),
-            stop_when=lambda groups: len(groups) >= 2,
+            came.append,
+            stop_when=lambda: sum(output.finished for output in came) >= 4,
         )
     )
 
-    keys = [output.key for output in outputs]
+    seen, keys = [output.key for output in came], [output.key for output in outputs]
     assert keys == [key for request in requests for key in request.sample_keys()]
     assert sorted(seen, key=str) == sorted(keys, key=str)
     unfinished = [output for output in outputs if output.finish_reason == "abort"]
@@ -459,39 +456,11 @@ def test_finished_and_unfinished_samples_are_the_submitted_ones(engine: Engine) 
     assert {o.key for o in asyncio.run(generate_samples([engine.client], unfinished_requests(requests, outputs)[:1]))}
 
 
-def test_requests_that_begin_together_share_a_call_where_the_engine_answers_several(engine: Engine) -> None:
-    """Six samples at a time: three requests begin together, each later one when there is room for it."""
-
-    class Counting(RolloutClient):
-        async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[GenerateOutput]:
-            sizes.append(len(requests))
-            async for output in super().generate(requests):
-                yield output
-
-    sizes: list[int] = []
-    requests = requests_for([[5 + row] for row in range(8)], replace(GREEDY, ignore_eos=True), n=2)
-    asyncio.run(generate_samples([client_like(engine, Counting)], requests))
-    assert sum(sizes) == 8
-    assert sizes[0] == 3 if engine.client.answers_several else set(sizes) == {1}
-
-
-def test_several_requests_at_a_time_are_refused_where_the_engine_answers_one(engine: Engine) -> None:
-    async def both() -> None:
-        async for _ in engine.client.generate(requests_for([[5], [6]], ONE_TOKEN)):
-            pass
-
-    if engine.client.answers_several:
-        asyncio.run(both())
-        return
-    with pytest.raises(ValueError, match="2 requests at a time for engine sglang, which answers one"):
-        asyncio.run(both())
-
-
 def test_samples_of_a_prompt_share_a_server_and_the_load_is_even(engine: Engine) -> None:
     class Counting(RolloutClient):
-        async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[GenerateOutput]:
-            taken[self].extend((request.input_ids[0], request.n) for request in requests)
-            async for output in super().generate(requests):
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateOutput]:
+            taken[self].append((request.input_ids[0], request.n))
+            async for output in super().generate(request):
                 yield output
 
     clients = [client_like(engine, Counting, max_concurrency=64) for _ in range(3)]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from scalerl.extras.sglang_cpu.plugin import ATTENTION_BACKEND
 from scalerl.rollout.servers.client import GenerateRequest, SamplingParams
 from scalerl.rollout.servers.connection import authorization
-from scalerl.rollout.servers.sglang.plugin import ATTENTION_BACKEND
 from tests.sglang.conftest import MAX_PREFILL_TOKENS, Engine, Model, server_info
 
 GREEDY = SamplingParams(max_new_tokens=16, temperature=0.0)

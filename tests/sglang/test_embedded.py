@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-import aiohttp
 import pytest
 import torch
 
-from scalerl.rollout.generation import generate_samples
+from scalerl.rollout.dispatcher import generate_samples
+from scalerl.rollout.servers.buckets import Bucket
 from scalerl.rollout.servers.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
-from scalerl.rollout.servers.connection import authorization
 from scalerl.rollout.servers.engines import ENGINES
-from scalerl.rollout.servers.requests import slots_of, unfinished_requests
-from scalerl.rollout.servers.weights import Bucket
+from scalerl.rollout.servers.requests import unfinished_requests
 from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, Engine, Model
-from tests.unit.rollout.servers.test_mapped import place_of
+from tests.unit.rollout.servers.test_buckets import place_of
 
 SAMPLED = SamplingParams(max_new_tokens=16, temperature=1.0, ignore_eos=True)
 
@@ -66,21 +64,6 @@ def bits(outputs: list[GenerateOutput]) -> dict[tuple[int, int], tuple[tuple[int
     return {output.key: (tuple(output.output_ids), tuple(output.logprobs)) for output in outputs}
 
 
-def test_samples_that_end_together_come_in_one_piece(embedded: Engine) -> None:
-    requests = [GenerateRequest(row, [5 + row], 2, SAMPLED, [row, 50 + row]) for row in (0, 1)]
-    client = embedded.client
-    call = client.engine.generate_several([(r, slot) for r in requests for slot in slots_of(r, MAX_MODEL_LEN)])
-
-    async def pieces() -> list[bytes]:
-        async with (
-            aiohttp.ClientSession(headers=authorization(client.key)) as http,
-            http.post(client.url + call.path, json=call.body) as response,
-        ):
-            return [piece async for piece, _ in response.content.iter_chunks() if piece]
-
-    assert [piece.count(b"output_ids") for piece in asyncio.run(pieces())] == [4, 0]
-
-
 def test_seeds_are_required(embedded: Engine) -> None:
     with pytest.raises(ValueError, match="needs seeds, one per sample"):
         embedded.generate([GenerateRequest("p", [5], 2, SAMPLED)])
@@ -103,9 +86,7 @@ def test_an_unknown_name_or_a_wrong_shape_is_refused_and_nothing_of_the_bucket_i
     bucket = Bucket(named, place_of(named) if is_mapped else None)
     try:
         with pytest.raises(RolloutError, match=message):
-            embedded.client.update_weights(
-                [ENGINES["embedded"].serialize(bucket)], flush_cache=True, is_mapped=is_mapped
-            )
+            embedded.client.update_weights([ENGINES["embedded"].serialize(bucket)], is_mapped=is_mapped)
     finally:
         embedded.client.end_weight_update(0)
     assert embedded.client.checksums() == before

@@ -21,11 +21,12 @@ import pytest
 
 from scalerl.rollout.servers.client import RolloutClient
 from scalerl.rollout.servers.process import (
-    ReservedPort,
     RolloutServer,
     ServerArgumentsError,
     ServerNotReadyError,
     ServerStartError,
+    free_port,
+    reserved_port,
     start_on_free_port,
 )
 from scalerl.rollout.servers.supervise import descendants
@@ -72,7 +73,8 @@ def test_a_server_that_never_answers_is_stopped_at_the_deadline(tmp_path: Path) 
     server = RolloutServer(["sleep", "1000"], {}, "http://127.0.0.1:9", tmp_path / "log")
     server.start()
     with pytest.raises(ServerNotReadyError, match="start_timeout_s"):
-        server.wait_ready(timeout_s=1.0)
+        server.start_timeout_s = 1.0
+        server.wait_ready()
     assert not server.alive()
 
 
@@ -85,28 +87,22 @@ def test_a_port_that_got_taken_is_replaced(tmp_path: Path) -> None:
         http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
         """
     )
-    squatters: list[RolloutServer] = []
     ports: list[int] = []
 
     def make(port: int) -> RolloutServer:
         ports.append(port)
         # The first server is told a port that another program took after it was chosen.
-        taken = holder.port if len(ports) == 1 else port
+        taken = held if len(ports) == 1 else port
         return RolloutServer(
             [sys.executable, "-c", program, str(taken)], {}, f"http://127.0.0.1:{port}", tmp_path / f"{port}.log"
         )
 
-    holder = ReservedPort()
-    try:
-        server = start_on_free_port(make)
-        squatters.append(server)
+    with reserved_port() as held, contextlib.ExitStack() as stack:
+        server = stack.enter_context(start_on_free_port(make))
         assert len(ports) == 2
         assert server.url.endswith(str(ports[1]))
-        assert ReservedPort().port != ports[1]
-    finally:
-        holder.release()
-        for started in squatters:
-            started.stop()
+        with reserved_port() as other:
+            assert other != ports[1]
 
 
 class Answering(http.server.BaseHTTPRequestHandler):
@@ -230,7 +226,8 @@ def test_a_command_that_ends_takes_its_tree_along_and_gives_its_code(tmp_path: P
     server = RolloutServer(command, {}, "http://127.0.0.1:9", tmp_path / "log")
     server.start()
     with pytest.raises(ServerNotReadyError, match=f"exit code {code}"):
-        server.wait_ready(timeout_s=60.0)
+        server.start_timeout_s = 60.0
+        server.wait_ready()
     assert not any(alive(pid) for pid in reported(pids))
 
 
@@ -248,7 +245,8 @@ def test_a_command_that_cannot_start_says_so(tmp_path: Path) -> None:
     server = RolloutServer(["/no/such/program"], {}, "http://127.0.0.1:9", tmp_path / "log")
     server.start()
     with pytest.raises(ServerNotReadyError, match="cannot start /no/such/program"):
-        server.wait_ready(timeout_s=60.0)
+        server.start_timeout_s = 60.0
+        server.wait_ready()
 
 
 @pytest.mark.parametrize(
@@ -275,15 +273,14 @@ def test_a_refused_argument_is_the_users_error(
     server.command = [*server.command, *arguments.split()]
     server.start()
     with pytest.raises(ServerArgumentsError, match=f"(?s)exit code 2 .*{last_words}") as caught:
-        server.wait_ready(timeout_s=120.0)
+        server.start_timeout_s = 120.0
+        server.wait_ready()
     assert f"  | {server.log_tail()[-1]}" in str(caught.value)
 
 
 @pytest.mark.full
 def test_killing_the_owner_of_a_real_sglang_server_leaves_no_process(model_a: Model, tmp_path: Path) -> None:
-    reserved = ReservedPort()
-    reserved.release()
-    server = make_server("sglang", model_a.path, tmp_path / "log", reserved.port)
+    server = make_server("sglang", model_a.path, tmp_path / "log", free_port("127.0.0.1"))
     owner = supervised_owner(server.command, tmp_path / "log", server.env)
     # In the middle of the start, when SGLang has just spawned its processes: they cannot clean up after themselves yet.
     wait_for(lambda: len(descendants(owner.pid)) >= 4, timeout_s=120.0)

@@ -111,9 +111,9 @@ def test_each_token_is_drawn_under_all_that_was_before_it(engine: Engine, model_
 
 def test_the_first_turns_of_a_group_are_one_request(engine: Engine) -> None:
     class Counting(RolloutClient):
-        async def generate(self, requests: Any) -> Any:
-            sizes.extend(request.n for request in requests)
-            async for output in super().generate(requests):
+        async def generate(self, request: Any) -> Any:
+            sizes.append(request.n)
+            async for output in super().generate(request):
                 yield output
 
     sizes: list[int] = []
@@ -128,9 +128,9 @@ def test_programs_that_an_early_end_leaves_go_on_where_they_were(engine: Engine)
     """Ended again and again, each time after another sample or when a turn is half made."""
 
     class Counting(RolloutClient):
-        async def generate(self, requests: Any) -> Any:
-            resumed.extend(len(output.output_ids) for request in requests for output in request.progress)
-            async for output in super().generate(requests):
+        async def generate(self, request: Any) -> Any:
+            resumed.extend(len(output.output_ids) for output in request.progress)
+            async for output in super().generate(request):
                 yield output
 
     def client() -> RolloutClient:
@@ -168,14 +168,14 @@ def test_programs_that_an_early_end_leaves_go_on_where_they_were(engine: Engine)
 @pytest.mark.parametrize("shared_engine", ["embedded"], indirect=True)
 def test_turns_of_a_server_that_is_lost_are_made_by_another(engine: Engine) -> None:
     class Never(Restart):
-        async def restarted(self, *args: object) -> RolloutClient:
+        async def successor(self, *args: object) -> RolloutClient:
             await asyncio.Event().wait()
             raise AssertionError("unreachable")
 
     whole, _ = made([client_of(engine)], requests())
     never = Never(lambda: None)
-    samples, _ = made([gone(), client_of(engine)], requests(), recovery=never)
-    assert bits(samples) == bits(whole) and never.num_samples > 0
+    samples, _ = made([gone(), client_of(engine)], requests(), replacements=never)
+    assert bits(samples) == bits(whole) and never.num_resubmitted > 0
 
 
 @pytest.mark.parametrize("shared_engine", ["embedded"], indirect=True)

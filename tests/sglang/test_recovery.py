@@ -7,14 +7,14 @@ import contextlib
 import functools
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from scalerl.rollout.generation import generate_samples
+from scalerl.rollout.dispatcher import generate_samples
 from scalerl.rollout.servers.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
-from scalerl.rollout.servers.process import ReservedPort
 from scalerl.rollout.servers.requests import ServerLostError
 from scalerl.rollout.servers.supervise import descendants
 from tests.lanes import full
@@ -44,18 +44,15 @@ def client_of(engine: Engine, timeout_s: float = REQUEST_TIMEOUT_S) -> RolloutCl
 
 
 class Restart:
-    """Recovery that starts another server, as the host of a replica does."""
+    """Replacements that start another server, as the host of a replica does."""
 
     def __init__(self, start: Callable[[], RolloutClient]) -> None:
         self.start = start
-        self.lost: list[tuple[int, str]] = []
-        self.num_samples = 0
+        self.lost: list[str] = []
+        self.num_resubmitted = 0
 
-    def resubmitted(self, request: GenerateRequest) -> None:
-        self.num_samples += request.n
-
-    async def restarted(self, server: int, lost: RolloutClient, error: RolloutError) -> RolloutClient:
-        self.lost.append((server, lost.url))
+    async def successor(self, lost: RolloutClient, error: RolloutError) -> RolloutClient:
+        self.lost.append(lost.url)
         return await asyncio.to_thread(self.start)
 
 
@@ -84,14 +81,18 @@ def undisturbed(well: Engine) -> list[tuple[object, ...]]:
 
 
 @functools.cache
-def unanswered_port() -> ReservedPort:
-    """Nobody listens there, and no server takes it."""
-    return ReservedPort()
+def unanswered() -> socket.socket:
+    """Nobody listens there, and no server takes its port."""
+    holder = socket.socket()
+    holder.bind(("127.0.0.1", 0))
+    return holder
 
 
 def gone() -> RolloutClient:
     """Of a server that is there no more."""
-    return RolloutClient(f"http://127.0.0.1:{unanswered_port().port}", "embedded", key="", max_model_len=MAX_MODEL_LEN)
+    return RolloutClient(
+        f"http://127.0.0.1:{unanswered().getsockname()[1]}", "embedded", key="", max_model_len=MAX_MODEL_LEN
+    )
 
 
 @pytest.mark.parametrize(("has_other", "signum"), [(False, signal.SIGKILL), (True, signal.SIGSTOP)])
@@ -116,11 +117,11 @@ def test_a_server_that_dies_or_hangs_costs_no_sample(
             send(engine, signum)
         seen.append(output.key)
 
-    outputs = asyncio.run(generate_samples(clients, REQUESTS, strike_once, recovery=recovery))
+    outputs = asyncio.run(generate_samples(clients, REQUESTS, strike_once, replacements=recovery))
     assert bits(outputs) == undisturbed
     assert sorted(seen) == [output.key for output in outputs]
-    assert recovery.lost == [(0, engine.server.url)]
-    assert recovery.num_samples > 0
+    assert recovery.lost == [engine.server.url]
+    assert recovery.num_resubmitted > 0
     engine.server.stop()
 
 
@@ -128,14 +129,14 @@ def test_the_others_go_on_while_one_comes_back(well: Engine, undisturbed: list[t
     """It never does here, and the generation does not wait for it."""
 
     class Never(Restart):
-        async def restarted(self, *args: object) -> RolloutClient:
+        async def successor(self, *args: object) -> RolloutClient:
             await asyncio.Event().wait()
             raise AssertionError("unreachable")
 
     never = Never(lambda: None)
-    outputs = asyncio.run(generate_samples([gone(), client_of(well)], REQUESTS, recovery=never))
+    outputs = asyncio.run(generate_samples([gone(), client_of(well)], REQUESTS, replacements=never))
     assert bits(outputs) == undisturbed
-    assert never.num_samples > 0
+    assert never.num_resubmitted > 0
 
 
 def test_a_server_that_does_not_come_back_ends_the_generation() -> None:
@@ -143,7 +144,7 @@ def test_a_server_that_does_not_come_back_ends_the_generation() -> None:
         raise RolloutError("its last words")
 
     with pytest.raises(RolloutError, match="its last words"):
-        asyncio.run(generate_samples([gone()], REQUESTS, recovery=Restart(refuse)))
+        asyncio.run(generate_samples([gone()], REQUESTS, replacements=Restart(refuse)))
 
 
 @contextlib.asynccontextmanager
@@ -186,12 +187,11 @@ def test_a_cut_connection_to_a_server_that_is_well_is_no_loss(
         async with cutting_proxy(well.server.url, num_cut) as url:
             client = client_of(well)
             client.url = url
-            return await generate_samples([client], REQUESTS, recovery=recovery)
+            return await generate_samples([client], REQUESTS, replacements=recovery)
 
     if survives:
         assert bits(asyncio.run(run())) == undisturbed
-        # Two requests of two samples begin together, by one call.
-        assert recovery.num_samples == 4 * num_cut
+        assert recovery.num_resubmitted == 2 * num_cut
     else:
         with pytest.raises(RolloutError, match="went away during request"):
             asyncio.run(run())
@@ -205,8 +205,8 @@ def test_samples_that_came_before_a_connection_is_cut_are_kept(
 
         num_cut = 0
 
-        async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[GenerateOutput]:
-            async with contextlib.aclosing(super().generate(requests)) as outputs:
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateOutput]:
+            async with contextlib.aclosing(super().generate(request)) as outputs:
                 async for output in outputs:
                     yield output
                     if not self.num_cut:
@@ -219,12 +219,12 @@ def test_samples_that_came_before_a_connection_is_cut_are_kept(
     )
     seen: list[object] = []
     outputs = asyncio.run(
-        generate_samples([client], REQUESTS, lambda output: seen.append(output.key), recovery=recovery)
+        generate_samples([client], REQUESTS, lambda output: seen.append(output.key), replacements=recovery)
     )
     assert bits(outputs) == undisturbed
     assert len(seen) == len(set(seen)) == len(outputs)
-    # Of the two requests that began together.
-    assert recovery.num_samples == 3
+    # The other sample of the first request.
+    assert recovery.num_resubmitted == 1
 
 
 def test_a_request_that_takes_too_long_on_a_server_that_is_well_says_so(well: Engine) -> None:
@@ -242,7 +242,7 @@ def test_a_request_that_takes_too_long_on_a_server_that_is_well_says_so(well: En
     async def run() -> None:
         client.pause()
         client.timeout_s = 1.0
-        await generate_samples([client], REQUESTS[:1], recovery=recovery)
+        await generate_samples([client], REQUESTS[:1], replacements=recovery)
 
     with pytest.raises(RolloutError, match="request_timeout_s"):
         asyncio.run(run())

@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 from scalerl.models import copy_beside_weights, read_config
+from scalerl.rollout.servers.checksums import checksum_differences
 from scalerl.rollout.servers.client import GenerateRequest, SamplingParams
-from scalerl.rollout.servers.weights import checksum_differences, expected_checksums
 from tests.lanes import full
+from tests.served_weights import expected_checksums
 from tests.sglang.conftest import MAX_MODEL_LEN, Engine, Model, make_model
 from tests.tiny_models import store_as_fp8
 

@@ -10,9 +10,10 @@ import pytest
 
 from scalerl.models import ModelShape, family_of
 from scalerl.parallel.export import plan_buckets
+from scalerl.rollout.servers.checksums import checksum_differences
 from scalerl.rollout.servers.client import SamplingParams
 from scalerl.rollout.servers.sglang.placement_arguments import LATENT
-from scalerl.rollout.servers.weights import checksum_differences, expected_checksums, serialize_bucket
+from tests.served_weights import expected_checksums, serialize_bucket
 from tests.sglang.conftest import PROMPTS, Engine, Model, make_model
 from tests.sglang.test_contract import assert_logprobs_match, requests_for
 from tests.sglang.test_sync_mixture import TWO_CORES
@@ -87,7 +88,7 @@ def test_samples_checksums_and_what_sglang_drops(
             engine.client.begin_weight_update()
             for names in buckets:
                 blobs = [serialize_bucket([(name, weights[name]) for name in names], "sglang") for _ in range(tp_size)]
-                engine.client.update_weights(blobs, flush_cache=True)
+                engine.client.update_weights(blobs)
             engine.client.end_weight_update(version)
             return checksum_differences(expected, engine.client.checksums())
 

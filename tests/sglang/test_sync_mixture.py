@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from scalerl.rollout.servers.checksums import checksum_differences
 from scalerl.rollout.servers.client import GenerateRequest, SamplingParams
 from scalerl.rollout.servers.sglang.placement_arguments import LATENT, MIXTURES
-from scalerl.rollout.servers.weights import checksum_differences, expected_checksums
+from tests.served_weights import expected_checksums
 from tests.sglang.conftest import PROMPTS, Engine, Model, make_model
 
 TWO_CORES = pytest.mark.skipif(

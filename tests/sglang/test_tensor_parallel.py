@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from scalerl.rollout.servers.checksums import checksum_differences
 from scalerl.rollout.servers.client import GenerateRequest, RolloutError, SamplingParams
 from scalerl.rollout.servers.supervise import descendants
-from scalerl.rollout.servers.weights import checksum_differences, expected_checksums
+from tests.served_weights import expected_checksums
 from tests.sglang.conftest import PROMPTS, Engine, Model, make_model
 
 # 483 rows are padded to 512: 256 on rank 0, 227 and 29 of zeros on rank 1.

@@ -15,17 +15,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from scalerl.parallel.export import Needed
-from scalerl.rollout.servers.client import GenerateRequest, RolloutClient, RolloutError, SamplingParams
+from scalerl.rollout.servers.checksums import checksum_differences
+from scalerl.rollout.servers.client import GenerateRequest, Replica, RolloutClient, RolloutError, SamplingParams
 from scalerl.rollout.servers.engines import ENGINES, Launch
 from scalerl.rollout.servers.process import RolloutServer, start_on_free_port
-from scalerl.rollout.servers.replica import Replica
 from scalerl.rollout.servers.supervise import descendants
 from scalerl.rollout.servers.update_group import address_towards, in_sending_order, pack_bytes
-from scalerl.rollout.servers.weights import checksum_differences, expected_checksums
 from scalerl.rollout.sync.session import Feed, SyncSession
 from scalerl.rollout.sync.transports.broadcast import BroadcastTransport
 from scalerl.rollout.sync.transports.memory import GatheredTransport
 from tests.lanes import full
+from tests.served_weights import expected_checksums
 from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, START_TIMEOUT_S, Engine, Model, rollout_config
 
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
@@ -247,7 +247,10 @@ def test_a_model_on_disk_is_what_the_engine_serves(engine: Engine, model_b: Mode
 def test_an_unknown_group_is_refused(engine: Engine) -> None:
     engine.client.begin_weight_update()
     with pytest.raises(RolloutError, match="nobody"):
-        engine.client.update_weights_from_group([("x", "float32", [1])], group_name="nobody", flush_cache=True)
+        call = engine.client.engine.update_weights_from_group(
+            [("x", "float32", [1])], group_name="nobody", policy_version=None
+        )
+        engine.client.ask(call)
     # Ends the session that is open.
     with pytest.raises(RolloutError, match="already open"):
         engine.client.begin_weight_update()

@@ -13,21 +13,18 @@ import json
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from scalerl.rollout.servers.connection import is_authorized, take_key
 from scalerl.rollout.servers.engines import Command, Engine, Launch
-from scalerl.rollout.servers.engines.base import CacheSize, Call
+from scalerl.rollout.servers.engines.base import Call
 from scalerl.rollout.servers.requests import GenerateOutput, GenerateRequest, RolloutError, ServerLostError, Slot
 
 if TYPE_CHECKING:
-    import torch
-
-    from scalerl.rollout.servers.checksums import ExpectedChecksums
-    from scalerl.rollout.servers.weights import Bucket
+    from scalerl.rollout.servers.buckets import Bucket
 
 VOCAB = 50
 READY = "/v3/ready"
@@ -43,9 +40,6 @@ class ThirdEngine(Engine):
 
     def command(self, launch: Launch) -> Command:
         return [sys.executable, str(Path(__file__).resolve()), "--port", str(launch.port)], {}
-
-    def num_ranks(self, tp_size: int) -> int:
-        return 1
 
     def generate(self, request: GenerateRequest, slots: Sequence[Slot]) -> Call:
         prompts = [request.input_ids + slot.output_ids for slot in slots]
@@ -78,9 +72,7 @@ class ThirdEngine(Engine):
     def begin_weight_update(self) -> None:
         return None
 
-    def update_weights(
-        self, blobs: Sequence[str], *, flush_cache: bool, policy_version: int | None, is_mapped: bool
-    ) -> Call:
+    def update_weights(self, blobs: Sequence[str], *, policy_version: int | None, is_mapped: bool) -> Call:
         (blob,) = blobs
         return Call("/v3/put", {"tensors": blob})
 
@@ -114,8 +106,8 @@ class ThirdEngine(Engine):
     def cache_size(self) -> Call:
         return Call("/v3/room", method="GET")
 
-    def read_cache_size(self, answer: Any) -> CacheSize:
-        return CacheSize(answer["blocks"] * BLOCK_TOKENS, BLOCK_TOKENS)
+    def read_cache_size(self, answer: Any) -> tuple[int, int]:
+        return answer["blocks"] * BLOCK_TOKENS, BLOCK_TOKENS
 
     def read_failure(self, answer: Any) -> str | None:
         return answer.get("because")
@@ -126,19 +118,6 @@ class ThirdEngine(Engine):
     def serialize(self, bucket: Bucket) -> str:
         named = {name: bytes(tensor.contiguous().numpy().tobytes()).hex() for name, tensor in bucket.named}
         return base64.b64encode(json.dumps(named).encode()).decode()
-
-    def expected_checksums(
-        self,
-        model_config: Mapping[str, Any],
-        tp_size: int,
-        dtype: torch.dtype | None = None,
-        ranks: Collection[int] | None = None,
-        *,
-        engine_kwargs: Mapping[str, Any] | None = None,
-    ) -> ExpectedChecksums:
-        from scalerl.rollout.servers.checksums import AsSent, ExpectedChecksums
-
-        return ExpectedChecksums(AsSent(), dtype, ranks)
 
 
 class Counter:

@@ -17,7 +17,7 @@ connection.KEEP_ALIVE.update(TCP_KEEPIDLE=1, TCP_KEEPINTVL=1, TCP_KEEPCNT=2, TCP
 async def ask_for_samples(client: RolloutClient) -> None:
     request = GenerateRequest("prompt", [5, 6], 1, SamplingParams(max_new_tokens=4), seeds=[7])
     async with client.connected():
-        async for output in client.generate([request]):
+        async for output in client.generate(request):
             raise AssertionError(f"nobody is there who could have made {output}")
 
 

@@ -25,15 +25,15 @@ from torch import Tensor
 from scalerl.cluster.pools import ResourcePool
 from scalerl.config.schema import ModelConfig
 from scalerl.parallel.export import Needed
-from scalerl.rollout.servers.client import GenerateRequest, RolloutClient, SamplingParams
+from scalerl.rollout.servers.checksums import checksum_differences
+from scalerl.rollout.servers.client import ClientSettings, GenerateRequest, RolloutClient, SamplingParams
 from scalerl.rollout.servers.process import ServerStartError
 from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.servers.recovery import LostServer
-from scalerl.rollout.servers.replica import ClientSettings
 from scalerl.rollout.servers.server_set import ServerSet
-from scalerl.rollout.servers.weights import checksum_differences, expected_checksums
 from scalerl.rollout.sync.session import Feed, SyncSession
 from scalerl.rollout.sync.transports.broadcast import BroadcastTransport
+from tests.served_weights import expected_checksums
 from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, rollout_config
 
 TP_SIZE = 2
@@ -50,7 +50,7 @@ def answers(client: RolloutClient) -> list[dict[str, Any]]:
     """What the server makes of the prompts, greedily and one by one, so that none depends on what runs beside it."""
 
     async def ask(prompt: list[int]) -> dict[str, Any]:
-        (output,) = [output async for output in client.generate([GenerateRequest("p", prompt, 1, GREEDY, [0])])]
+        (output,) = [output async for output in client.generate(GenerateRequest("p", prompt, 1, GREEDY, [0]))]
         return {"ids": output.output_ids, "logprobs": output.logprobs, "version": output.policy_version}
 
     return [asyncio.run(ask(prompt)) for prompt in PROMPTS]
@@ -160,7 +160,7 @@ def take_meeting_port() -> str:
 
 
 def serve(pool: ResourcePool, model: Path, log_dir: Path) -> ServerSet:
-    return ServerSet(
+    servers = ServerSet(
         ClientSettings(POLICY, MAX_MODEL_LEN, TIMEOUT_S, max_concurrency=16),
         pool,
         ModelConfig(path=str(model)),
@@ -171,6 +171,8 @@ def serve(pool: ResourcePool, model: Path, log_dir: Path) -> ServerSet:
         single_node=False,
         owns_devices=True,
     )
+    servers.start()
+    return servers
 
 
 def report(pool: ResourcePool, directory: Path) -> Iterator[tuple[str, Any]]:

@@ -37,7 +37,7 @@ LAYER = {module: number for number, modules in enumerate(LAYERS) for module in m
 NEVER_IMPORTED = {"extras", "cli"}
 ONLY_IN = {
     "megatron": {"parallel"},
-    "sglang": {"rollout", "cluster"},
+    "sglang": {"rollout", "cluster", "extras"},
     "mlflow": {"tracking"},
     "tensorboard": {"tracking"},
     "wandb": {"tracking"},
@@ -49,7 +49,7 @@ ONLY_IN = {
 }
 # Of a rollout worker, what is held, dealt and dumped: it knows nothing of how the samples are made.
 SAMPLING = ROOT / "rollout" / "sampling"
-HELD = [SAMPLING / f"{name}.py" for name in ("held_batches", "dump", "texts")]
+HELD = [SAMPLING / f"{name}.py" for name in ("held_batches", "dump")]
 MAKES_SAMPLES = ("scalerl.rollout", "scalerl.rewards")
 # Modules that must work where a package is not installed, whatever they import on the way.
 WITHOUT = {

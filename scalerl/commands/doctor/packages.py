@@ -11,8 +11,8 @@ from functools import cache
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from scalerl.base.extras import extra
 from scalerl.cluster.probes.finding import Finding, run_interpreter
-from scalerl.rollout.servers.sglang.cpu_shim import shim_environment
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Package:
     """A package to check.
 
     module: top-level module.  imports: what a run imports of it.  without: the consequence of its absence.
-    is_light: imported in a fraction of a second.  needs_shim: without a GPU it is imported as the server on a CPU does.
+    is_light: imported in a fraction of a second.  needs_stand_ins: without a GPU it is imported as the server on a CPU
+    does.
     """
 
     name: str
@@ -29,7 +30,7 @@ class Package:
     without: str
     is_light: bool = False
     needed: bool = True
-    needs_shim: bool = False
+    needs_stand_ins: bool = False
 
 
 # Packages without which the main job cannot run.
@@ -47,7 +48,7 @@ REQUIRED = (
     ),
     Package(
         "sglang", "sglang", "sglang.srt.entrypoints.engine",
-        "only actor_rollout_ref.rollout.name=embedded (small models)", needs_shim=True,
+        "only actor_rollout_ref.rollout.name=embedded (small models)", needs_stand_ins=True,
     ),
 )  # fmt: skip
 
@@ -102,7 +103,8 @@ def check_import(package: Package, on_gpu: bool = False) -> Finding:
 
     on_gpu: the rollout server will be on a GPU; else sglang is imported as its server on a CPU does.
     """
-    env = shim_environment() if package.needs_shim and not on_gpu else {}
+    without_gpu = extra("sglang_cpu_imports") if package.needs_stand_ins and not on_gpu else None
+    env = {} if without_gpu is None else without_gpu()
     _, error = run_interpreter(["-c", f"import {package.imports}"], env=env)
     version = _version(package)
     if error is None:

@@ -400,7 +400,7 @@ def _bucket_bytes(largest_bytes: int, rollout: RolloutConfig, free_bytes: int | 
     limit = rollout.update_weights_bucket_megabytes * _MIB
     if free_bytes is None:
         return max(limit, largest_bytes)
-    return bucket_bytes_that_fit(free_bytes, limit_bytes=limit, largest_bytes=largest_bytes, num_copies=BUCKET_COPIES)
+    return bucket_bytes_that_fit(free_bytes, limit_bytes=limit, largest_bytes=largest_bytes)
 
 
 def _own_phases(model: _Model, stage: int, process: int, save_copy: int) -> Iterator[Phase]:

@@ -1,4 +1,4 @@
-"""Writes a step's samples as parquet, with the trainer's columns and the updates that used them. S samples."""
+"""A step's samples as text, and as parquet with the trainer's columns and the updates that used them. S samples."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +18,9 @@ import torch
 
 from scalerl.batch import StepPlan
 from scalerl.batch.data_proto import DataProto, Jagged
+
+if TYPE_CHECKING:
+    from scalerl.data import PromptRow
 
 
 def update_columns(plan: StepPlan) -> dict[str, np.ndarray]:
@@ -117,3 +121,31 @@ def _plain(column: np.ndarray) -> Any:
     if column.dtype != object:
         return column
     return [json.dumps(value, default=str) if isinstance(value, dict) else value for value in column]
+
+
+def texts_of(
+    tokenizer: Any, batch: DataProto, prompts: Mapping[int, PromptRow], with_special_tokens: bool
+) -> list[tuple[str, str, str]]:
+    """Decodes each row to (prompt, response, ground truth).  prompts: row of the data set -> prompt."""
+    texts = decoded(tokenizer, batch.tokens["input_ids"], batch.samples["prompt_length"], with_special_tokens)
+    truths = [prompts[uid].ground_truth for uid in batch.samples["prompt_uid"].tolist()]
+    return [(*text, _as_text(truth)) for text, truth in zip(texts, truths, strict=True)]
+
+
+def decoded(
+    tokenizer: Any, input_ids: Jagged, prompt_lengths: np.ndarray, with_special_tokens: bool = True
+) -> list[tuple[str, str]]:
+    """Decodes each row to (prompt, response).  prompt_lengths: [S], tokens of each row before its response."""
+    decode = partial(tokenizer.decode, skip_special_tokens=not with_special_tokens)
+    texts = []
+    for row, prompt_length in enumerate(prompt_lengths.tolist()):
+        ids = input_ids[row].tolist()
+        texts.append((decode(ids[:prompt_length]), decode(ids[prompt_length:])))
+    return texts
+
+
+def _as_text(ground_truth: Any) -> str:
+    """A ground truth as text, JSON if it is no string; None is empty."""
+    if ground_truth is None or isinstance(ground_truth, str):
+        return ground_truth or ""
+    return json.dumps(ground_truth, ensure_ascii=False, default=str)

@@ -13,9 +13,9 @@ from scalerl.config.schema import JudgeConfig, ModelConfig
 from scalerl.rewards.errors import RewardError
 from scalerl.rewards.judge import describe_failure, fill, load_question, read_number
 from scalerl.rewards.manager import ScoreRequest, ScoreResult
+from scalerl.rollout.servers.client import ClientSettings, Replica
 from scalerl.rollout.servers.purpose import JUDGE
-from scalerl.rollout.servers.recovery import GenerationRecovery, LostServer, Replacements
-from scalerl.rollout.servers.replica import ClientSettings, Replica
+from scalerl.rollout.servers.recovery import LostServer, Replacements
 from scalerl.rollout.servers.requests import GenerateOutput, GenerateRequest, RolloutError, SamplingParams
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Judge:
 
     async def _ask(self, input_ids: list[int], seed: int) -> GenerateOutput:
         """Asks the server with the fewest samples. Raises RolloutError if it refuses."""
-        from scalerl.rollout.generation import generate_samples
+        from scalerl.rollout.dispatcher import generate_samples
 
         async with self.room:
             server = min(range(len(self.num_running)), key=self.num_running.__getitem__)
@@ -113,7 +113,7 @@ class Judge:
                 (output,) = await generate_samples(
                     [self.replacements.clients[server]],
                     [GenerateRequest(next(self.request_ids), input_ids, 1, self.sampling, [seed])],
-                    recovery=GenerationRecovery(self.replacements, [server]),
+                    replacements=self.replacements,
                 )
             finally:
                 self.num_running[server] -= 1
@@ -145,6 +145,7 @@ class JudgeServers:
             owns_devices=True,
             single_node=single_node,
         )
+        self.servers.start()
 
     def connect(self, workers: Sequence[Any]) -> None:
         """Waits until the servers answer, and connects the rollout workers to them. workers: their handles, which share

@@ -17,13 +17,13 @@ from scalerl.config.schema import PPOConfig
 from scalerl.config.servers import weight_directory
 from scalerl.rollout.dispatcher import max_in_flight
 from scalerl.rollout.sampling.rollout_workers import RolloutWorkers
+from scalerl.rollout.servers.client import ClientSettings, Replica
 from scalerl.rollout.servers.engines import ENGINES
 from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.servers.recovery import LostServer
-from scalerl.rollout.servers.replica import ClientSettings, Replica
-from scalerl.rollout.servers.server_set import ServerSet
+from scalerl.rollout.servers.server_set import ServerSet, continue_generation, pause
 from scalerl.rollout.sync.handover import Part, Point, check_room
-from scalerl.rollout.sync.order import Step, SyncOrder
+from scalerl.rollout.sync.session import Step, SyncOrder
 from scalerl.rollout.sync.weight_sync import WeightSource
 from scalerl.tracking.metrics import Metric, Metrics, merge_metrics
 
@@ -69,43 +69,35 @@ class PolicyServers:
             # Nobody else uses the memory that they could release.
             self.rollout = replace(self.rollout, free_cache_engine=False)
         self.model = config.actor_rollout_ref.model
-        self.max_model_len = config.data.max_prompt_length + config.data.max_response_length
+        max_model_len = config.data.max_prompt_length + config.data.max_response_length
         self.timeout_s = config.trainer.timeout_s
         self.num_syncs = 0
         self.policy_version = 0
         # Metrics of releases and saves, until the next sync reports them.
         self.metrics: Metrics = {}
-        self.gpu_ids, self.log_dir = gpu_ids, log_dir
-        self.single_node, self.first_step = single_node, first_step
-        # From `start` on.
-        self._server_set: ServerSet | None = None
+        clients = ClientSettings(
+            POLICY, max_model_len, self.rollout.request_timeout_s, max_in_flight(self.rollout.max_num_seqs)
+        )
+        self.server_set = ServerSet(
+            clients,
+            pool,
+            self.model,
+            self.rollout,
+            gpu_ids=gpu_ids,
+            log_dir=log_dir,
+            timeout_s=self.timeout_s,
+            owns_devices=self.owns_devices,
+            single_node=single_node,
+            synced=True,
+            releases_memory=self.rollout.free_cache_engine,
+            first_step=first_step,
+        )
         # Index -> where that server is in the order of its steps, from `wait_ready` on. During a call of `_ask_ranks`
         # the ranks have the orders.
         self.orders: dict[int, SyncOrder] = {}
 
     def start(self) -> None:
-        clients = ClientSettings(
-            POLICY, self.max_model_len, self.rollout.request_timeout_s, max_in_flight(self.rollout.max_num_seqs)
-        )
-        self._server_set = ServerSet(
-            clients,
-            self.pool,
-            self.model,
-            self.rollout,
-            gpu_ids=self.gpu_ids,
-            log_dir=self.log_dir,
-            timeout_s=self.timeout_s,
-            owns_devices=self.owns_devices,
-            single_node=self.single_node,
-            synced=True,
-            releases_memory=self.rollout.free_cache_engine,
-            first_step=self.first_step,
-        )
-
-    @property
-    def server_set(self) -> ServerSet:
-        assert self._server_set is not None, "the servers were not started"
-        return self._server_set
+        self.server_set.start()
 
     def wait_ready(self, workers: WorkerGroup, rollout_workers: RolloutWorkers) -> None:
         """Waits until all servers answer, then connects them to the rollout workers and the trainer's ranks."""
@@ -118,7 +110,6 @@ class PolicyServers:
             self.replicas,
             json.loads((Path(self.model.path) / "config.json").read_text()),
             bucket_bytes=self.rollout.update_weights_bucket_megabytes * 2**20,
-            max_model_len=self.max_model_len,
             # Less than the limit of the collectives in which other ranks wait for the rank that asks a server.
             timeout_s=min(self.rollout.request_timeout_s, self.timeout_s / 2),
             dtype=self.rollout.dtype,
@@ -156,8 +147,7 @@ class PolicyServers:
         self._remove_weights()
 
     def stop(self) -> None:
-        if self._server_set is not None:
-            self._server_set.stop()
+        self.server_set.stop()
         self._remove_weights()
 
     def _remove_weights(self) -> None:
@@ -180,13 +170,13 @@ class PolicyServers:
         Returns index -> error of servers that failed.
         """
         self.mark_drained()
-        return self.server_set.pause()
+        return pause(self.server_set.clients)
 
     def resume_interrupted(self) -> None:
         """Continues the samples that `pause` interrupted; servers that cannot continue are replaced."""
         # First, for a server with weights that are not defined must not be asked.
         self.mark_serving()
-        self.server_set.end_failed(self.server_set.continue_generation())
+        self.server_set.end_failed(continue_generation(self.server_set.clients))
         self.restart_down()
         # The successors of those that could not.
         self.mark_serving()

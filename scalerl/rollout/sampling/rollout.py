@@ -31,7 +31,6 @@ from scalerl.rollout.sampling.policy_servers import PolicyServers
 from scalerl.rollout.sampling.rollout_workers import (
     RolloutWorkers,
     default_num_workers,
-    merged,
     share_servers,
 )
 from scalerl.rollout.sampling.worker import GeneratedBatch, RolloutWorker
@@ -50,12 +49,14 @@ GENERATION_TIMEOUT = "actor_rollout_ref.rollout.generation_timeout_s"
 
 @dataclass(eq=False)
 class Generation:
-    """A generation in progress. calls: rollout worker -> the result of its groups.  result: of all workers, and its
-    rows; None before somebody has waited for it."""
+    """A generation in progress. calls: rollout worker -> the result of its groups.
+
+    finished: the result of all workers; None before somebody has waited for it.
+    """
 
     groups: list[SampleGroup]
     calls: dict[int, ray.ObjectRef]
-    result: tuple[GeneratedBatch, HeldRows] | None = None
+    finished: Finished | None = None
 
 
 @dataclass(frozen=True)
@@ -183,16 +184,13 @@ class HybridRollout:
         return generation
 
     def finish(self, generation: Generation) -> Finished:
-        generated, held = self._result(generation)
-        samples = held.samples
+        finished = self._finished(generation)
+        samples = finished.samples.samples
         failed = samples["reward_failed"]
         self._say_why_failed(samples)
-        held = held.with_samples(score=as_wrong(samples["score"], samples["data_source"], failed))
-        metrics = {
-            "timing_s/gen/reward_wait": Metric(generated.reward_wait_s, "max"),
-            "reward/num_failed": Metric(float(failed.sum()), "sum"),
-        }
-        return Finished(held, metrics, generated.unfinished)
+        held = finished.samples.with_samples(score=as_wrong(samples["score"], samples["data_source"], failed))
+        num_failed = Metric(float(failed.sum()), "sum")
+        return replace(finished, samples=held, metrics=finished.metrics | {"reward/num_failed": num_failed})
 
     def _say_why_failed(self, samples: Mapping[str, np.ndarray]) -> None:
         """Logs why the first failed sample has no score, where no earlier one had the same cause."""
@@ -210,18 +208,19 @@ class HybridRollout:
             *causes,
         )
 
-    def _result(self, generation: Generation) -> tuple[GeneratedBatch, HeldRows]:
+    def _finished(self, generation: Generation) -> Finished:
         """Waits for a generation. Servers that are lost meanwhile are replaced."""
-        if generation.result is None:
-            generation.result = merged(generation.groups, self._attend(generation.calls))
-            generated, _ = generation.result
+        if generation.finished is None:
+            made = self._attend(generation.calls)
+            generation.finished = merged(generation.groups, made)
             self.running.remove(generation)
-            self.servers.replace(generated.missing, generating=bool(self.running))
-            self.num_resubmitted += generated.num_resubmitted
+            missing = [server for batch in made.values() for server in batch.missing]
+            self.servers.replace(missing, generating=bool(self.running))
+            self.num_resubmitted += sum(batch.num_resubmitted for batch in made.values())
             if not self.running:
                 # A server that replaced a lost one meanwhile is still idle, or generates like the others.
                 self.servers.mark_drained()
-        return generation.result
+        return generation.finished
 
     def join(self, batches: Sequence[tuple[HeldRows, Sequence[int]]]) -> HeldRows:
         """Joins rows of several batches, in order, into one; the batches themselves are dropped."""
@@ -301,7 +300,7 @@ class HybridRollout:
         """Stops all running samples, or waits for them. Returns whether samples wait to be continued."""
         if not self.rollout.partial_rollout:
             for generation in list(self.running):
-                self._result(generation)
+                self._finished(generation)
         if not self.running:
             return False
         failed = self.servers.pause()
@@ -332,6 +331,31 @@ class HybridRollout:
     def stop(self) -> None:
         """Stops the rollout workers; the servers are stopped by whoever started them."""
         self.workers.stop()
+
+
+def merged(groups: Sequence[SampleGroup], made: Mapping[int, GeneratedBatch]) -> Finished:
+    """Merges the workers' results of a generation, with rows in the order of the groups. made: worker -> its result."""
+    workers, position_of = list(made), {group.uid: position for position, group in enumerate(groups)}
+    # A result without a finished group has columns of no type.
+    filled = [worker for worker in workers if len(made[worker].samples["uid"])] or workers[:1]
+    columns = [made[worker].samples for worker in filled]
+    sizes = [len(column["uid"]) for column in columns]
+    # All batches are named, so that all are dropped.
+    batches = tuple((worker, batch.batch_id) for worker, batch in made.items())
+    batch_S = np.repeat([workers.index(worker) for worker in filled], sizes)
+    row_S, samples = np.concatenate([np.arange(size) for size in sizes]), columns[0]
+    if len(columns) > 1:
+        samples = {name: np.concatenate([column[name] for column in columns]) for name in columns[0]}
+        order = np.argsort([position_of[uid] for uid in samples["uid"].tolist()], kind="stable")
+        samples = {name: column[order] for name, column in samples.items()}
+        batch_S, row_S = batch_S[order], row_S[order]
+    unfinished = [group for batch in made.values() for group in batch.unfinished]
+    reward_wait_s = max(batch.reward_wait_s for batch in made.values())
+    return Finished(
+        HeldRows(samples, batches, batch_S, row_S),
+        {"timing_s/gen/reward_wait": Metric(reward_wait_s, "max")},
+        sorted(unfinished, key=lambda group: position_of[group.uid]),
+    )
 
 
 UserFile = TypeVar("UserFile", CustomRewardFunctionConfig, ProgramConfig)

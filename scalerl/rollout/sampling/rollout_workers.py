@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,9 +19,8 @@ from scalerl.cluster.worker_group import LEAVE_TIMEOUT_S
 if TYPE_CHECKING:
     from scalerl.batch import StepPlan
     from scalerl.rollout.sampling.groups import SampleGroup
-    from scalerl.rollout.sampling.worker import GeneratedBatch
+    from scalerl.rollout.servers.client import ClientSettings, Replica
     from scalerl.rollout.servers.recovery import LostServer
-    from scalerl.rollout.servers.replica import ClientSettings, Replica
 
 T = TypeVar("T")
 
@@ -334,35 +332,3 @@ class RolloutWorkers:
 def _split(items: Sequence[T], size: int) -> list[Sequence[T]]:
     """The items in groups of that size, the last one perhaps smaller."""
     return [items[start : start + size] for start in range(0, len(items), size)]
-
-
-def merged(groups: Sequence[SampleGroup], made: Mapping[int, GeneratedBatch]) -> tuple[GeneratedBatch, HeldRows]:
-    """Merges the workers' results of a generation, with rows in the order of the groups. made: worker -> its result.
-
-    Returns the numbers of the whole generation, without samples, and its rows.
-    """
-    workers, position_of = list(made), {group.uid: position for position, group in enumerate(groups)}
-    # A result without a finished group has columns of no type.
-    filled = [worker for worker in workers if len(made[worker].samples["uid"])] or workers[:1]
-    columns = [made[worker].samples for worker in filled]
-    sizes = [len(column["uid"]) for column in columns]
-    # All batches are named, so that all are dropped.
-    batches = tuple((worker, result.batch_id) for worker, result in made.items())
-    batch_S = np.repeat([workers.index(worker) for worker in filled], sizes)
-    row_S, samples = np.concatenate([np.arange(size) for size in sizes]), columns[0]
-    if len(columns) > 1:
-        samples = {name: np.concatenate([column[name] for column in columns]) for name in columns[0]}
-        order = np.argsort([position_of[uid] for uid in samples["uid"].tolist()], kind="stable")
-        samples = {name: column[order] for name, column in samples.items()}
-        batch_S, row_S = batch_S[order], row_S[order]
-    unfinished = [group for result in made.values() for group in result.unfinished]
-    whole = replace(
-        made[workers[0]],
-        samples={},
-        gen_s=max(result.gen_s for result in made.values()),
-        reward_wait_s=max(result.reward_wait_s for result in made.values()),
-        num_resubmitted=sum(result.num_resubmitted for result in made.values()),
-        missing=[server for result in made.values() for server in result.missing],
-        unfinished=sorted(unfinished, key=lambda group: position_of[group.uid]),
-    )
-    return whole, HeldRows(samples, batches, batch_S, row_S)

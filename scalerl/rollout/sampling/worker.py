@@ -15,10 +15,10 @@ from scalerl.base.user_code import forget_files, import_files
 from scalerl.batch.data_proto import DataProto
 from scalerl.cluster.pools import Reusable
 from scalerl.rollout.prompt_sampling import sample_seed, sampling_of
+from scalerl.rollout.sampling.dump import decoded, joined_columns, texts_of, write_dump
 from scalerl.rollout.sampling.groups import EarlyEndCount, GroupScores, SampleGroup
 from scalerl.rollout.sampling.held_batches import HeldBatches
 from scalerl.rollout.sampling.sample_columns import to_batch
-from scalerl.rollout.sampling.texts import decoded, texts_of
 
 if TYPE_CHECKING:
     from scalerl.config.schema import CustomRewardFunctionConfig, ProgramConfig, RewardModelConfig
@@ -27,23 +27,21 @@ if TYPE_CHECKING:
     from scalerl.rollout.samples import SampleRequest
     from scalerl.rollout.sampling.groups import EarlyEnd
     from scalerl.rollout.sampling.judge import Judge
-    from scalerl.rollout.servers.client import RolloutClient, SamplingParams
+    from scalerl.rollout.servers.client import ClientSettings, Replica, RolloutClient, SamplingParams
     from scalerl.rollout.servers.recovery import LostServer, Replacements
-    from scalerl.rollout.servers.replica import ClientSettings, Replica
 
 
 @dataclass(frozen=True)
 class GeneratedBatch:
     """What the controller gets of a generation from one rollout worker.
 
-    samples: column -> [S], of finished groups.  gen_s, reward_wait_s: seconds.
-    num_resubmitted: samples that were asked again because of their server.  missing: servers that were lost and have no
-    successor yet.  unfinished: groups that an early end left.
+    samples: column -> [S], of finished groups.
+    num_resubmitted: samples that were asked again because of their server, since the worker's last result.
+    missing: servers that were lost and have no successor yet.  unfinished: groups that an early end left.
     """
 
     batch_id: int
     samples: dict[str, np.ndarray]
-    gen_s: float
     # Scoring runs while other samples generate; this is what remained after the last sample.
     reward_wait_s: float
     num_resubmitted: int
@@ -219,24 +217,16 @@ class RolloutWorker(HeldBatches, Reusable):
         sampling parameters that it cannot have.
         """
         from scalerl.rollout.samples import make_samples
-        from scalerl.rollout.servers.recovery import GenerationRecovery
 
         task = asyncio.current_task()
         assert task is not None, "not in an event loop"
         self.generations.add(task)
         task.add_done_callback(self.generations.discard)
-        start = time.perf_counter()
         prompts = {group.uid: self.datasets[dataset][group.prompt_uid] for group in groups}
         scores = GroupScores(n, lambda sample: self._score(dataset, prompts[sample.uid], sample), enough)
-        requests, before = [], []
-        for group in groups:
-            interrupted = self.interrupted.pop(group.uid, None)
-            before += interrupted.finished if interrupted else []
-            begun = interrupted.asks if interrupted else {index: [] for index in range(n)}
-            requests += self._requests(dataset, group, prompts[group.uid], sampling, begun)
-        recovery = GenerationRecovery(self.replacements, self.servers)
+        requests, finished = self._requests(dataset, groups, prompts, n, sampling)
         try:
-            for sample in before:
+            for sample in finished:
                 scores.add(sample)
             left_over = await make_samples(
                 self.clients,
@@ -245,9 +235,9 @@ class RolloutWorker(HeldBatches, Reusable):
                 self.tokenizer,
                 scores.add,
                 stop_when=None if enough is None else lambda: self.early_ends.is_over(generation, scores),
-                recovery=recovery,
+                replacements=self.replacements,
             )
-            gen_s = time.perf_counter() - start
+            generated_at = time.perf_counter()
             whole = [group for group in groups if scores.is_finished(group.uid)]
             results = {group.uid: await scores.of(group.uid) for group in whole}
         finally:
@@ -262,37 +252,42 @@ class RolloutWorker(HeldBatches, Reusable):
             more=self.loss_columns if dataset == "train" else (),
         )
         batch_id = self.hold(batch) if keep else next(self.batch_ids)
-        unfinished = [group for group in groups if group.uid not in results]
         if carry:
-            asks: dict[int, dict[int, list[Ask]]] = {}
             for (uid, index), turns in left_over.items():
-                asks.setdefault(uid, {})[index] = turns
-            self.interrupted |= {uid: Interrupted(begun, scores.finished(uid)) for uid, begun in asks.items()}
+                self.interrupted.setdefault(uid, Interrupted({}, scores.finished(uid))).asks[index] = turns
+        num_resubmitted, self.replacements.num_resubmitted = self.replacements.num_resubmitted, 0
         return GeneratedBatch(
             batch_id=batch_id,
             samples=batch.samples,
-            gen_s=gen_s,
-            reward_wait_s=time.perf_counter() - start - gen_s,
-            num_resubmitted=recovery.num_samples,
+            reward_wait_s=time.perf_counter() - generated_at,
+            num_resubmitted=num_resubmitted,
             missing=list(self.replacements.missing.values()),
-            unfinished=unfinished,
+            unfinished=[group for group in groups if group.uid not in results],
         )
 
     def _requests(
         self,
         dataset: str,
-        group: SampleGroup,
-        prompt: PromptRow,
+        groups: Sequence[SampleGroup],
+        prompts: Mapping[int, PromptRow],
+        n: int,
         sampling: SamplingParams,
-        asks: dict[int, list[Ask]],
-    ) -> list[SampleRequest]:
+    ) -> tuple[list[SampleRequest], list[Trajectory]]:
+        """The samples to make, and those that interrupted groups have already.  prompts: uid of a group -> prompt."""
         from scalerl.rollout.samples import SampleRequest
 
-        sampling = sampling_of(dataset, prompt, sampling)
-        return [
-            SampleRequest(group.uid, index, prompt, sampling, self._seed(group.uid, index), turns)
-            for index, turns in asks.items()
-        ]
+        requests: list[SampleRequest] = []
+        finished: list[Trajectory] = []
+        for group in groups:
+            begun = self.interrupted.pop(group.uid, None) or Interrupted({index: [] for index in range(n)}, [])
+            finished += begun.finished
+            prompt = prompts[group.uid]
+            own = sampling_of(dataset, prompt, sampling)
+            requests += [
+                SampleRequest(group.uid, index, prompt, own, self._seed(group.uid, index), turns)
+                for index, turns in begun.asks.items()
+            ]
+        return requests, finished
 
     def _seed(self, uid: int, sample_index: int) -> int:
         return sample_seed(self.seed, *SampleGroup.step_and_position(uid), sample_index)
@@ -348,7 +343,6 @@ class RolloutWorker(HeldBatches, Reusable):
         own: (batch of this worker, rows of it, which rows of the step they are).  made[i]: token columns of rows[i],
         the trainer's or those that other workers have.
         """
-        from scalerl.rollout.sampling.dump import joined_columns, write_dump
 
         def write() -> None:
             held = [self.all_tokens(batch_id).select(batch_rows) for batch_id, batch_rows, _ in own]

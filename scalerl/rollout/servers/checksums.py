@@ -9,7 +9,7 @@ import ctypes
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,32 +84,21 @@ class _Parameter:
             self.checksum = self._digest.hexdigest()[:16]
 
 
-class Placement(Protocol):
-    """The places where an engine stores Hugging Face tensors.  num_ranks: ranks of a server."""
+class Placement:
+    """The places where an engine stores Hugging Face tensors.  num_ranks: ranks of a server.
 
-    num_ranks: int
-
-    def stored_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that the engine stores this tensor in.  dtype: of the model."""
-        ...
-
-    def parts(self, name: str, tensor: Tensor, ranks: Sequence[int]) -> Iterator[tuple[int, TensorPlace, Tensor]]:
-        """Yields (rank, place, part of the tensor) for every one of these ranks that stores a part of it."""
-        ...
-
-
-class AsSent:
-    """The placement of an engine with one rank, which stores every tensor under its own name.
-
-    Such an engine hashes the bytes on the host, on whatever device its weights are.
+    This one is of an engine with one rank, which stores every tensor under its own name. Such an engine hashes the
+    bytes on the host, on whatever device its weights are. Other engines override it.
     """
 
     num_ranks = 1
 
     def stored_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that the engine stores this tensor in.  dtype: of the model."""
         return dtype
 
     def parts(self, name: str, tensor: Tensor, ranks: Sequence[int]) -> Iterator[tuple[int, TensorPlace, Tensor]]:
+        """Yields (rank, place, part of the tensor) for every one of these ranks that stores a part of it."""
         on_host = tensor.cpu()
         for rank in ranks:
             yield rank, TensorPlace(name), on_host

@@ -1,4 +1,7 @@
-"""`RolloutClient`: generation (async) and weight updates (sync) on one rollout server, in its engine's protocol."""
+"""`RolloutClient`: generation (async) and weight updates (sync) on one rollout server, in its engine's protocol.
+
+`Replica` is the address of a server, and `ClientSettings` make the clients of a run.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ import contextlib
 import http.client
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import orjson
@@ -16,7 +20,7 @@ import orjson
 from scalerl.config.schema import RolloutConfig
 from scalerl.rollout.servers.connection import ask, authorization, watched_socket
 from scalerl.rollout.servers.engines import ENGINES
-from scalerl.rollout.servers.engines.base import CacheSize, Call
+from scalerl.rollout.servers.engines.base import Call
 from scalerl.rollout.servers.purpose import POLICY, Purpose
 from scalerl.rollout.servers.requests import (
     GenerateOutput,
@@ -29,7 +33,20 @@ from scalerl.rollout.servers.requests import (
     slots_of,
 )
 
-__all__ = ["GenerateOutput", "GenerateRequest", "RolloutClient", "RolloutError", "SamplingParams"]
+if TYPE_CHECKING:
+    import torch
+
+    from scalerl.rollout.servers.checksums import ExpectedChecksums
+
+__all__ = [
+    "ClientSettings",
+    "GenerateOutput",
+    "GenerateRequest",
+    "Replica",
+    "RolloutClient",
+    "RolloutError",
+    "SamplingParams",
+]
 
 # Within this time an engine without requests becomes idle.
 IDLE_WAIT_S = 30.0
@@ -37,6 +54,34 @@ IDLE_WAIT_S = 30.0
 HEALTH_TIMEOUT_S = 60.0
 HEALTH_POLL_S = 0.2
 JSON = {"Content-Type": "application/json"}
+
+
+@dataclass(frozen=True)
+class Replica:
+    """The address of a rollout server.  engine: name of its engine (`engines.ENGINES`).
+
+    tp_size: its ranks, each of which takes a copy of each bucket.  key: the key that its clients must have.
+    engine_kwargs: of its configuration.
+    """
+
+    url: str
+    engine: str
+    tp_size: int
+    key: str = field(repr=False)
+    engine_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
+
+    def expected_checksums(
+        self,
+        model_config: Mapping[str, Any],
+        dtype: torch.dtype | None = None,
+        ranks: Collection[int] | None = None,
+    ) -> ExpectedChecksums:
+        """What its server's checksums must be.  model_config: the model's config.json.  dtype, ranks: as
+        `ExpectedChecksums`."""
+        from scalerl.rollout.servers.checksums import ExpectedChecksums
+
+        placement = ENGINES[self.engine].placement(model_config, self.tp_size, self.engine_kwargs)
+        return ExpectedChecksums(placement, dtype, ranks)
 
 
 class RolloutClient:
@@ -71,7 +116,6 @@ class RolloutClient:
         self._http: aiohttp.ClientSession | None = None
         self._num_users = 0
         self._has_session: bool | None = None
-        self._released: set[str] = set()
         self._paused = False
 
     # --- generation ---
@@ -92,35 +136,27 @@ class RolloutClient:
                 http, self._http = self._http, None
                 await http.close()
 
-    @property
-    def answers_several(self) -> bool:
-        """Whether `generate` takes several requests at a time."""
-        return self.engine.answers_several
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateOutput, None]:
+        """Asks for all samples of a request, and yields each as soon as it is finished.
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[GenerateOutput, None]:
-        """Asks by one HTTP request for all samples, and yields each as soon as it is finished.
-
-        requests: one, or more where the engine `answers_several`.
-
-        Raises ValueError for a request that cannot be sent and RolloutError when the server does not serve them all;
+        Raises ValueError for a request that cannot be sent and RolloutError when the server does not serve it whole;
         the rest is given up then.
         """
-        for request in requests:
-            check_request(request, self.max_model_len)
-        who = _names(requests)
-        slots = [(request, slot) for request in requests for slot in slots_of(request, self.max_model_len)]
+        check_request(request, self.max_model_len)
+        who = f"request {request.request_id!r}"
+        slots = slots_of(request, self.max_model_len)
         async with self.connected():
-            for output in await self._full([slot for _, slot in slots if slot.room <= 0]):
+            for output in await self._full([slot for slot in slots if slot.room <= 0]):
                 yield output
-            asked = [(request, slot) for request, slot in slots if slot.room > 0]
+            asked = [slot for slot in slots if slot.room > 0]
             if not asked:
                 return
-            call = self._generate_call(requests, asked)
+            call = self.engine.generate(request, asked)
             where = self.url + call.path
-            missing = {slot.key for _, slot in asked}
+            missing = {slot.key for slot in asked}
             async with self._answer(call, who) as response:
                 chunks = response.content.iter_any()
-                samples = self.engine.read_samples(chunks, [slot for _, slot in asked], server=where, who=who)
+                samples = self.engine.read_samples(chunks, asked, server=where, who=who)
                 async with contextlib.aclosing(samples):
                     async for output in samples:
                         if output.key not in missing:
@@ -131,15 +167,6 @@ class RolloutClient:
                 raise RolloutError(
                     f"{where} gave {len(asked) - len(missing)} samples for {who}, asked for {len(asked)}"
                 )
-
-    def _generate_call(
-        self, requests: Sequence[GenerateRequest], asked: Sequence[tuple[GenerateRequest, Slot]]
-    ) -> Call:
-        if len(requests) == 1:
-            return self.engine.generate(requests[0], [slot for _, slot in asked])
-        if not self.answers_several:
-            raise ValueError(f"{len(requests)} requests at a time for engine {self.engine.name}, which answers one")
-        return self.engine.generate_several(asked)
 
     async def abort_all(self) -> None:
         """Ends everything that the server runs, whoever asked for it; what it has so far comes back as aborted.
@@ -187,85 +214,44 @@ class RolloutClient:
         Does nothing on a server without sessions.
         """
         call = self.engine.begin_weight_update()
-        self._has_session = call is not None and self._ask(call) is not None
+        self._has_session = call is not None and self.ask(call) is not None
 
     def update_weights(
         self,
         blobs: Sequence[str],
         *,
-        flush_cache: bool,
         policy_version: int | None = None,
         is_mapped: bool = False,
     ) -> None:
         """Has the server load one bucket of weights.
 
-        blobs: `serialize_bucket` once per engine rank.  flush_cache: on the last bucket.
+        blobs: `Engine.serialize` once per engine rank.
         is_mapped: `Bucket.is_mapped`.
         """
-        self._ask(
-            self.engine.update_weights(
-                blobs, flush_cache=flush_cache, policy_version=policy_version, is_mapped=is_mapped
-            )
-        )
-
-    def join_update_group(
-        self, address: str, port: int, *, rank_offset: int, world_size: int, group_name: str, backend: str
-    ) -> None:
-        """Has the server's ranks join a trainer rank's group, by the store at that address; returns when all are in.
-
-        rank_offset: rank in the group of the server's first rank.
-        """
-        self._ask(
-            self.engine.join_update_group(
-                address,
-                port,
-                rank_offset=rank_offset,
-                world_size=world_size,
-                group_name=group_name,
-                backend=backend,
-            )
-        )
-
-    def update_weights_from_group(
-        self,
-        layout: Sequence[tuple[str, str, Sequence[int]]],
-        *,
-        group_name: str,
-        flush_cache: bool,
-        policy_version: int | None = None,
-    ) -> None:
-        """Has the server receive one bucket, which `update_group.broadcast` sends meanwhile.
-
-        layout: (name, dtype, shape), as packed.
-        """
-        self._ask(
-            self.engine.update_weights_from_group(
-                layout, group_name=group_name, flush_cache=flush_cache, policy_version=policy_version
-            )
-        )
+        self.ask(self.engine.update_weights(blobs, policy_version=policy_version, is_mapped=is_mapped))
 
     def update_weights_from_disk(self, directory: str, *, policy_version: int) -> None:
         """Has the server load a whole model from files, without a session; waits for running requests.
 
         directory: as the server sees it.
         """
-        self._ask(self.engine.update_weights_from_disk(directory, policy_version=policy_version))
+        self.ask(self.engine.update_weights_from_disk(directory, policy_version=policy_version))
 
     def end_weight_update(self, policy_version: int) -> None:
         """Closes the session of a weight update; samples from now on carry `policy_version`."""
         if self._has_session:
-            self._ask(self.engine.end_weight_update())
+            self.ask(self.engine.end_weight_update())
         self._has_session = None
         self.set_policy_version(policy_version)
 
     def set_policy_version(self, policy_version: int) -> None:
         """Tells the server which version its weights are; no request may be running."""
-        self._ask(self.engine.set_policy_version(policy_version))
+        self.ask(self.engine.set_policy_version(policy_version))
 
     def checksums(self) -> list[dict[str, str]]:
         """The checksums of each engine rank, by the server's parameter names (see `weights.expected_checksums`)."""
         call = self.engine.checksums()
-        answer = self._ask(call)
+        answer = self.ask(call)
         ranks = self.engine.read_checksums(answer)
         if not ranks:
             raise RolloutError(f"{self.url}{call.path} answered no ranks: {answer}")
@@ -273,52 +259,35 @@ class RolloutClient:
 
     def flush_cache(self, wait_s: float = 0.0) -> None:
         """Has the server forget cached prefixes. wait_s: how long the engine may take to be idle; else RolloutError."""
-        self._ask(self.engine.flush_cache(wait_s))
+        self.ask(self.engine.flush_cache(wait_s))
 
     # --- state ---
 
-    def release(self, tags: Sequence[str] | None = None) -> None:
-        """Has the server, which may run no request, give device memory back.
+    def release(self, tags: Sequence[str]) -> None:
+        """Has the server, which may run no request, give device memory back.  tags: of the engine's (`memory_tags`)."""
+        for call in self.engine.release(tags, idle_wait_s=min(IDLE_WAIT_S, self.timeout_s / 2)):
+            self.ask(call)
 
-        tags: of the engine's (`memory_tags`); None: all.
-        """
-        wanted = self._tags(tags)
-        for call in self.engine.release(wanted, idle_wait_s=min(IDLE_WAIT_S, self.timeout_s / 2)):
-            self._ask(call)
-        self._released |= set(wanted)
-
-    def resume(self, tags: Sequence[str] | None = None) -> None:
+    def resume(self, tags: Sequence[str]) -> None:
         """Has the server take back the memory that `release` freed. Weights come back undefined and must be updated.
 
-        Raises ValueError for a tag that this client did not release: an engine may die of it.
+        An engine may die of tags that are not released: `SyncOrder` keeps the order of a run.
         """
-        wanted = set(self._tags(tags))
-        if not wanted <= self._released:
-            raise ValueError(f"resume {sorted(wanted)}: {sorted(wanted - self._released)} is not released")
-        self._ask(self.engine.resume(self._tags(tags)))
-        self._released -= wanted
-
-    def _tags(self, tags: Iterable[str] | None) -> list[str]:
-        return [tag for part in self.engine.memory_tags.values() for tag in part] if tags is None else list(tags)
+        self.ask(self.engine.resume(tags))
 
     def pause(self) -> None:
         """Ends running requests with what they have (finish reason abort); new ones wait for `continue_generation`."""
         self._paused = True
-        self._ask(self.engine.pause())
+        self.ask(self.engine.pause())
 
     def continue_generation(self) -> None:
-        self._ask(self.engine.continue_generation())
+        self.ask(self.engine.continue_generation())
         self._paused = False
 
     @property
     def paused(self) -> bool:
         """Whether this client paused the server."""
         return self._paused
-
-    @property
-    def released(self) -> frozenset[str]:
-        """The tags that this client released."""
-        return frozenset(self._released)
 
     async def is_well(self) -> bool:
         """Whether the engine behind the server does its work, within HEALTH_TIMEOUT_S.
@@ -342,20 +311,14 @@ class RolloutClient:
                 await asyncio.sleep(HEALTH_POLL_S)
         return False
 
-    def healthy(self) -> bool:
-        try:
-            self._ask(Call(self.engine.ready_path, method="GET"))
-        except RolloutError:
-            return False
-        return True
-
-    def cache_size(self) -> CacheSize | None:
-        """The size of the server's KV cache; None for an engine, or a server, that has no such number."""
+    def cache_size(self) -> tuple[int, int] | None:
+        """The tokens of the server's KV cache, and of a page; None for an engine, or a server, without such numbers."""
         call = self.engine.cache_size()
-        return None if call is None else self.engine.read_cache_size(self._ask(call))
+        return None if call is None else self.engine.read_cache_size(self.ask(call))
 
-    def _ask(self, call: Call) -> Any:
-        """The answer's JSON ({} when it has none); None for an optional call that the server does not have.
+    def ask(self, call: Call) -> Any:
+        """Makes a call of `engine`. Returns the answer's JSON ({} when it has none); None for an optional call that the
+        server does not have.
 
         Raises RolloutError unless the answer is a success.
         """
@@ -380,6 +343,25 @@ class RolloutClient:
         return {} if answer is None else answer
 
 
-def _names(requests: Sequence[GenerateRequest]) -> str:
-    first, last = requests[0].request_id, requests[-1].request_id
-    return f"request {first!r}" if len(requests) == 1 else f"requests {first!r} to {last!r}"
+@dataclass(frozen=True)
+class ClientSettings:
+    """The settings of all clients of a set of servers, in any process.
+
+    timeout_s, max_concurrency (samples in flight): from the configuration, so that neither has a default here.
+    """
+
+    purpose: Purpose
+    max_model_len: int
+    timeout_s: float
+    max_concurrency: int
+
+    def client(self, replica: Replica) -> RolloutClient:
+        return RolloutClient(
+            replica.url,
+            replica.engine,
+            key=replica.key,
+            max_model_len=self.max_model_len,
+            timeout_s=self.timeout_s,
+            max_concurrency=self.max_concurrency,
+            purpose=self.purpose,
+        )

@@ -15,8 +15,9 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from scalerl.cluster.pools import Reusable
-from scalerl.rollout.servers.client import RolloutClient
-from scalerl.rollout.servers.engines import ENGINES, Command, Launch
+from scalerl.rollout.servers.client import ClientSettings, Replica, RolloutClient
+from scalerl.rollout.servers.connection import new_key
+from scalerl.rollout.servers.engines import ENGINES, Launch
 from scalerl.rollout.servers.process import (
     POLL_INTERVAL_S,
     START_TIMEOUT_S,
@@ -28,7 +29,6 @@ from scalerl.rollout.servers.process import (
     url_of,
 )
 from scalerl.rollout.servers.purpose import Purpose
-from scalerl.rollout.servers.replica import ClientSettings, Replica
 
 
 def in_device_order(gpu_ids: Sequence[int | str]) -> list[str]:
@@ -45,85 +45,21 @@ def server_seed(seed: int, *, index: int, first_step: int, num_restarts: int) ->
     return int.from_bytes(digest[:4], "little") >> 1
 
 
-@dataclass(frozen=True)
-class ServerSettings:
-    """The settings of a server that are equal in all its starts; host, port and seed differ.
+def process_key(launch: Launch, *, single_node: bool) -> str:
+    """A text that is equal for runs that can use the same process; its weights are those of the next sync.
 
-    launch.gpu_ids: None on a GPU: those that Ray assigned to the host.  single_node: listen on the loopback only.
+    The configured seed counts where the engine has a generator, which a running server cannot seed anew.
     """
+    like = replace(launch, host="127.0.0.1" if single_node else "", seed=launch.config.seed)
+    # config.json is included because another model may have been written to the path.
+    model = Path(launch.model_path, "config.json").read_text(encoding="utf-8")
+    return json.dumps([ENGINES[launch.config.name].command(like), model])
 
-    launch: Launch
-    purpose: Purpose
-    single_node: bool
 
-    def command(
-        self, *, host: str, port: int, seed: int, gpu_ids: Sequence[int | str] | None, dist_init_addr: str | None = None
-    ) -> Command:
-        """The server's command, and environment variables to add."""
-        launch = replace(self.launch, host=host, port=port, seed=seed, gpu_ids=gpu_ids, dist_init_addr=dist_init_addr)
-        return ENGINES[launch.config.name].command(launch)
-
-    def of_process(self) -> str:
-        """A text that is equal for runs that can use the same process; its weights are those of the next sync.
-
-        The configured seed counts where the engine has a generator, which a running server cannot seed anew.
-        """
-        host, seed = "127.0.0.1" if self.single_node else "", self.launch.config.seed
-        started_with = self.command(host=host, port=0, seed=seed, gpu_ids=self.launch.gpu_ids)
-        # Included because another model may have been written to the path.
-        model = Path(self.launch.model_path, "config.json").read_text(encoding="utf-8")
-        return json.dumps([started_with, model])
-
-    @property
-    def start_timeout_s(self) -> float:
-        """Seconds that the server may take to start."""
-        configured = self.launch.config.start_timeout_s
-        return START_TIMEOUT_S[self.launch.device] if configured is None else configured
-
-    @property
-    def ready_path(self) -> str:
-        return ENGINES[self.launch.config.name].ready_path
-
-    @property
-    def address(self) -> str:
-        """The address of this node at which the server listens."""
-        return "127.0.0.1" if self.single_node else ray.util.get_node_ip_address()
-
-    @property
-    def gpu_ids(self) -> Sequence[int | str] | None:
-        """The GPUs of this node that the server has; None on a CPU."""
-        if self.launch.gpu_ids is None and self.launch.device == "cuda":
-            return in_device_order(ray.get_gpu_ids())
-        return self.launch.gpu_ids
-
-    def log_path(self, log_dir: str, index: int, num_restarts: int) -> Path:
-        """The log of one start of this process: each has its own, since that of a lost server tells why it was lost."""
-        node = f".node-{self.launch.node_rank}" if self.launch.node_rank else ""
-        restart = f".restart-{num_restarts}" if num_restarts else ""
-        return Path(log_dir, f"rollout-{index}{node}{restart}.log")
-
-    def server(
-        self,
-        log: Path,
-        *,
-        host: str,
-        port: int,
-        seed: int,
-        dist_init_addr: str | None = None,
-        others: Sequence[ActorHandle] = (),
-        **options: Any,
-    ) -> RolloutServer:
-        """The process of the server on this node, not started yet.
-
-        others: with a server that directs those of further nodes.  options: further fields of the server.
-        """
-        gpu_ids = self.gpu_ids
-        command, env = self.command(host=host, port=port, seed=seed, gpu_ids=gpu_ids, dist_init_addr=dist_init_addr)
-        made = {"purpose": self.purpose, "ready_path": self.ready_path, **options}
-        url = url_of(host, port)
-        if not others:
-            return RolloutServer(command, env, url, log, **made)
-        return MultiNodeServer(command, env, url, log, self.start_timeout_s, others=list(others), **made)
+def start_timeout_s(launch: Launch) -> float:
+    """Seconds that the server may take to start."""
+    configured = launch.config.start_timeout_s
+    return START_TIMEOUT_S[launch.device] if configured is None else configured
 
 
 class ServerHost(Reusable):
@@ -136,17 +72,22 @@ class ServerHost(Reusable):
     def __init__(
         self,
         index: int,
-        settings: ServerSettings,
+        launch: Launch,
+        purpose: Purpose,
         *,
+        single_node: bool,
         log_dir: str,
         first_step: int = 0,
         others: Sequence[ActorHandle] = (),
     ) -> None:
         """Prepares the process of replica `index`, with logs in log_dir.
 
+        launch: what all starts of the process have in common; its host, port and seed are of no use. gpu_ids: None on a
+        GPU: those that Ray assigned to this actor.  single_node: listen on the loopback only.
         first_step: as `server_seed`.  others: the hosts of the server's further nodes, by node rank.
         """
-        self.index, self.settings, self.log_dir = index, settings, log_dir
+        self.index, self.launch, self.purpose = index, launch, purpose
+        self.single_node, self.log_dir = single_node, log_dir
         self.first_step, self.others = first_step, list(others)
         self.server: RolloutServer | None = None
         self.num_starts = 0
@@ -154,14 +95,14 @@ class ServerHost(Reusable):
         self.how_it_ended: str | None = None
 
     def enter(self, *args: Any, **kwargs: Any) -> None:
-        """Joins a run with the process that is running, which must suit the settings."""
+        """Joins a run with the process that is running, which must suit the launch settings."""
         server = self.server
         super().enter(*args, **kwargs)
         self.server = server
 
     def leave(self) -> None:
         """Removes the run's requests, cached prefixes and policy version from the server.  Raises RolloutError."""
-        if self.settings.launch.node_rank:
+        if self.launch.node_rank:
             return
         client = self._client()
         client.pause()
@@ -176,7 +117,7 @@ class ServerHost(Reusable):
     def show_log(self, num_restarts: int) -> None:
         """Links the log of a process that an earlier run started, and that still writes there, to this run's name."""
         assert self.server is not None
-        log = self.settings.log_path(self.log_dir, self.index, num_restarts)
+        log = self.log_path(num_restarts)
         written = self.server.log_path.resolve()
         # In this directory if this run began with the process.
         if written.parent != log.parent.resolve():
@@ -184,15 +125,62 @@ class ServerHost(Reusable):
             log.unlink(missing_ok=True)
             log.symlink_to(written)
 
+    def log_path(self, num_restarts: int) -> Path:
+        """The log of one start of this process: each has its own, since that of a lost server tells why it was lost."""
+        node = f".node-{self.launch.node_rank}" if self.launch.node_rank else ""
+        restart = f".restart-{num_restarts}" if num_restarts else ""
+        return Path(self.log_dir, f"rollout-{self.index}{node}{restart}.log")
+
+    @property
+    def _address(self) -> str:
+        """The address of this node at which the server listens."""
+        return "127.0.0.1" if self.single_node else ray.util.get_node_ip_address()
+
+    @property
+    def _gpu_ids(self) -> Sequence[int | str] | None:
+        """The GPUs of this node that the server has; None on a CPU."""
+        if self.launch.gpu_ids is None and self.launch.device == "cuda":
+            return in_device_order(ray.get_gpu_ids())
+        return self.launch.gpu_ids
+
+    def _make_server(
+        self, port: int, *, seed: int, num_restarts: int, dist_init_addr: str | None = None, key: str | None = None
+    ) -> RolloutServer:
+        """The process of the server on this node, not started yet.
+
+        dist_init_addr, key: as the first node has them; None: this is the first node.
+        """
+        host = self._address
+        if self.others:
+            # Where the ranks of all nodes meet.
+            dist_init_addr = netloc(host, free_port(host))
+        launch = replace(
+            self.launch, host=host, port=port, seed=seed, gpu_ids=self._gpu_ids, dist_init_addr=dist_init_addr
+        )
+        engine = ENGINES[launch.config.name]
+        command, env = engine.command(launch)
+        made: dict[str, Any] = {
+            "command": command,
+            "env": env,
+            "url": url_of(host, port),
+            "log_path": self.log_path(num_restarts),
+            "start_timeout_s": start_timeout_s(launch),
+            "purpose": self.purpose,
+            "key": key or new_key(),
+            "ready_path": engine.ready_path,
+        }
+        if not self.others:
+            return RolloutServer(**made)
+        begun_with = {"seed": seed, "dist_init_addr": dist_init_addr, "num_restarts": num_restarts}
+        return MultiNodeServer(**made, others=self.others, begun_with=begun_with)
+
     # --- of the first node ---
 
     def _client(self) -> RolloutClient:
         assert self.server is not None
-        launch, config = self.settings.launch, self.settings.launch.config
+        launch, config = self.launch, self.launch.config
         tp_size = ENGINES[config.name].num_ranks(config.tensor_model_parallel_size)
-        clients = ClientSettings(
-            self.settings.purpose, launch.max_model_len, config.request_timeout_s, config.max_num_seqs
-        )
+        clients = ClientSettings(self.purpose, launch.max_model_len, config.request_timeout_s, config.max_num_seqs)
         return clients.client(Replica(self.server.url, config.name, tp_size, self.server.key))
 
     def start(self, *entered: object) -> tuple[str, str]:
@@ -209,34 +197,12 @@ class ServerHost(Reusable):
             return self.server.url, self.server.key
         self.stop()
         seed = server_seed(
-            self.settings.launch.config.seed,
-            index=self.index,
-            first_step=self.first_step,
-            num_restarts=num_restarts,
+            self.launch.config.seed, index=self.index, first_step=self.first_step, num_restarts=num_restarts
         )
         self.server = start_on_free_port(
-            lambda port: self._make_server(port, seed=seed, num_restarts=num_restarts),
-            self.settings.address,
-            self.settings.start_timeout_s,
+            lambda port: self._make_server(port, seed=seed, num_restarts=num_restarts), self._address
         )
         return self.server.url, self.server.key
-
-    def _make_server(self, port: int, *, seed: int, num_restarts: int) -> RolloutServer:
-        settings, host = self.settings, self.settings.address
-        log = settings.log_path(self.log_dir, self.index, num_restarts)
-        if not self.others:
-            return settings.server(log, host=host, port=port, seed=seed)
-        # Where the ranks of all nodes meet.
-        meeting = netloc(host, free_port(host))
-        return settings.server(
-            log,
-            host=host,
-            port=port,
-            seed=seed,
-            dist_init_addr=meeting,
-            others=self.others,
-            begun_with={"seed": seed, "dist_init_addr": meeting, "num_restarts": num_restarts},
-        )
 
     def _has_others(self, server: RolloutServer) -> bool:
         """Whether the other processes of a running server are those of this run's actors."""
@@ -252,9 +218,9 @@ class ServerHost(Reusable):
     def begin(self, *, key: str, seed: int, dist_init_addr: str, num_restarts: int) -> None:
         """Starts the process; it has joined the others when the first node answers.  Arguments: as of that node's."""
         self.stop()
-        host, log = self.settings.address, self.settings.log_path(self.log_dir, self.index, num_restarts)
-        port = free_port(host)
-        self.server = self.settings.server(log, host=host, port=port, seed=seed, dist_init_addr=dist_init_addr, key=key)
+        self.server = self._make_server(
+            free_port(self._address), seed=seed, num_restarts=num_restarts, dist_init_addr=dist_init_addr, key=key
+        )
         self.how_it_ended = None
         self.server.start()
 

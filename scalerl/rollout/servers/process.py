@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,35 +46,29 @@ class ServerArgumentsError(ServerStartError, UserError):
 
 
 class ServerNotReadyError(ServerStartError, RunError):
-    """Raised for a server that did not answer in time, or ended for another reason than its arguments.
+    """Raised for a server that did not answer in time, ended for another reason than its arguments, or has less memory
+    than planned.
 
     It may have been killed, have lost its device, or wait for a slow disk: the next start may succeed.
     """
 
 
-class ReservedPort:
-    """A TCP port that a bound socket holds until `release()`."""
-
-    def __init__(self, host: str = "127.0.0.1") -> None:
-        # Ports below the range from which the kernel picks those of outgoing connections, as such a connection could
-        # take the port in the seconds of imports between release() and the server's bind.
-        ephemeral_low = _ephemeral_port_low()
-        candidates = random.SystemRandom().sample(range(max(1024, ephemeral_low - 12000), ephemeral_low), 64)
-        for port in (*candidates, 0):
-            self._socket = socket.socket(address_family(host), socket.SOCK_STREAM)
+@contextlib.contextmanager
+def reserved_port(host: str = "127.0.0.1") -> Iterator[int]:
+    """Yields a TCP port that a bound socket holds inside the block."""
+    # Ports below the range from which the kernel picks those of outgoing connections, as such a connection could take
+    # the port in the seconds of imports between the end of the block and the server's bind.
+    ephemeral_low = _ephemeral_port_low()
+    candidates = random.SystemRandom().sample(range(max(1024, ephemeral_low - 12000), ephemeral_low), 64)
+    for port in (*candidates, 0):
+        with socket.socket(address_family(host), socket.SOCK_STREAM) as holder:
             try:
-                self._socket.bind((host, port))
+                holder.bind((host, port))
             except OSError:
-                self._socket.close()
                 continue
-            self.port: int = self._socket.getsockname()[1]
+            yield holder.getsockname()[1]
             return
-        raise OSError(
-            f"no free TCP port on {host}: 64 ports below {ephemeral_low} and the kernel's own choice are taken"
-        )
-
-    def release(self) -> None:
-        self._socket.close()
+    raise OSError(f"no free TCP port on {host}: 64 ports below {ephemeral_low} and the kernel's own choice are taken")
 
 
 def address_family(host: str) -> socket.AddressFamily:
@@ -84,9 +78,8 @@ def address_family(host: str) -> socket.AddressFamily:
 
 def free_port(host: str) -> int:
     """The number of a port that is free now."""
-    reserved = ReservedPort(host)
-    reserved.release()
-    return reserved.port
+    with reserved_port(host) as port:
+        return port
 
 
 def netloc(host: str, port: int) -> str:
@@ -152,14 +145,13 @@ class RolloutServer:
             start_new_session=True,
         )
 
-    def wait_ready(self, timeout_s: float | None = None) -> None:
+    def wait_ready(self) -> None:
         """Waits until GET `ready_path` answers 200, from this server and not another on the same port.
 
-        Raises a `ServerStartError` with the server's last log lines when it ends first or `timeout_s` (default:
-        start_timeout_s) passes; the server is stopped then.
+        Raises a `ServerStartError` with the server's last log lines when it ends first or start_timeout_s
+        passes; the server is stopped then.
         """
-        timeout_s = self.start_timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + self.start_timeout_s
         # If another job's server took the port first, that one answers until this one finds the port taken and ends.
         while not (self._answers() and self._listens()):
             if not self.alive():
@@ -171,8 +163,8 @@ class RolloutServer:
                 self.stop()
                 raise self._start_error(
                     ServerNotReadyError,
-                    f"was not ready after {timeout_s:.0f} s; raise {self.purpose.key('start_timeout_s')} if its log "
-                    "shows progress",
+                    f"was not ready after {self.start_timeout_s:.0f} s; raise {self.purpose.key('start_timeout_s')} if "
+                    "its log shows progress",
                 )
             time.sleep(POLL_INTERVAL_S)
 
@@ -263,19 +255,14 @@ class RolloutServer:
         return f"Last lines of its log {self.log_path}:\n{shown}"
 
 
-def start_on_free_port(
-    make_server: Callable[[int], RolloutServer], host: str = "127.0.0.1", timeout_s: float | None = None
-) -> RolloutServer:
+def start_on_free_port(make_server: Callable[[int], RolloutServer], host: str = "127.0.0.1") -> RolloutServer:
     """Starts `make_server(port)` on a free port and waits until it is ready; retries on another if it was taken."""
     for attempt in range(1, PORT_START_ATTEMPTS + 1):
-        reserved = ReservedPort(host)
-        try:
-            server = make_server(reserved.port)
-        finally:
-            reserved.release()
+        with reserved_port(host) as port:
+            server = make_server(port)
         server.start()
         try:
-            server.wait_ready(timeout_s)
+            server.wait_ready()
             return server
         except ServerStartError as error:
             if attempt == PORT_START_ATTEMPTS or ADDRESS_IN_USE not in str(error).lower():

@@ -1,8 +1,4 @@
-"""Generations that get over the loss of a server: they report it, and wait until a successor is in service.
-
-`Replacements` has the reports, which whoever restarts servers reads, and the successors. `GenerationRecovery` is one
-generation's view of them.
-"""
+"""Generations that get over the loss of a server: they report it, and wait until a successor is in service."""
 
 from __future__ import annotations
 
@@ -11,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scalerl.rollout.servers.replica import ClientSettings, Replica
+from scalerl.rollout.servers.client import ClientSettings, Replica
 
 if TYPE_CHECKING:
     from scalerl.rollout.servers.client import RolloutClient
-    from scalerl.rollout.servers.requests import GenerateRequest, RolloutError
+    from scalerl.rollout.servers.requests import RolloutError
 
 
 @dataclass(frozen=True)
@@ -33,12 +29,16 @@ class LostServer:
 class Replacements:
     """Tracks which servers of a set are lost, and wakes those who wait for successors; in the generations' event loop.
 
-    clients[i]: client of replica i; `put` replaces it.
+    clients[i]: client of replica i; `put` replaces it.  num_resubmitted: samples that a `Dispatcher` asked again for,
+    because their server was lost or cut the connection.
     """
 
     def __init__(self, settings: ClientSettings, replicas: Sequence[Replica]) -> None:
         self.settings = settings
         self.clients = [settings.client(replica) for replica in replicas]
+        # Every client so far -> index of its replica.
+        self._index_of = {client: index for index, client in enumerate(self.clients)}
+        self.num_resubmitted = 0
         # Index -> a server that has no successor in service yet.
         self.missing: dict[int, LostServer] = {}
         # None ends the wait of `next_lost`.
@@ -58,8 +58,9 @@ class Replacements:
         """Ends the wait of `next_lost`, with no server."""
         self._news.put_nowait(None)
 
-    async def successor(self, index: int, lost: RolloutClient, error: RolloutError) -> RolloutClient:
-        """Reports the loss, then waits until the successor is in service."""
+    async def successor(self, lost: RolloutClient, error: RolloutError) -> RolloutClient:
+        """Reports the loss, then waits until the successor is in service. Raises what ends the generation."""
+        index = self._index_of[lost]
         if self.clients[index] is lost and index not in self.missing:
             self.missing[index] = LostServer(index, lost.url, str(error))
             self._news.put_nowait(self.missing[index])
@@ -76,6 +77,7 @@ class Replacements:
             # A generation may not have noticed the loss; it must not use the successor before it has its weights.
             self.missing.setdefault(index, LostServer(index, self.clients[index].url, "replaced"))
             self.clients[index] = self.settings.client(replica)
+            self._index_of[self.clients[index]] = index
 
     async def in_service(self, indices: Iterable[int]) -> None:
         """Declares that these servers have their weights: generations that wait for them continue."""
@@ -100,20 +102,3 @@ class Replacements:
             await self._returned.wait_for(lambda: self._given_up or len(self.missing) < len(self.clients))
         self._raise_if_given_up()
         return [index for index in range(len(self.clients)) if index not in self.missing]
-
-
-class GenerationRecovery:
-    """`rollout.dispatcher.Recovery` of one generation on some of the servers."""
-
-    def __init__(self, replacements: Replacements, indices: Sequence[int] | None = None) -> None:
-        """Serves one generation.  indices[i]: the replica behind its i-th client; None: all, in order."""
-        self.replacements, self.indices = replacements, indices
-        # Samples that were asked again because their server was lost.
-        self.num_samples = 0
-
-    def resubmitted(self, request: GenerateRequest) -> None:
-        self.num_samples += request.n
-
-    async def restarted(self, server: int, lost: RolloutClient, error: RolloutError) -> RolloutClient:
-        index = server if self.indices is None else self.indices[server]
-        return await self.replacements.successor(index, lost, error)

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
 
+from scalerl.base.process import in_daemon
 from scalerl.cluster.ask import values_of
 from scalerl.cluster.pools import ActorSpec, PooledActor, ResourcePool
 from scalerl.config.schema import ModelConfig, ServerConfig
 from scalerl.config.servers import ReplicaRoom
-from scalerl.rollout.servers import control
-from scalerl.rollout.servers.client import RolloutClient
+from scalerl.rollout.servers.client import ClientSettings, Replica, RolloutClient
 from scalerl.rollout.servers.engines import ENGINES, Launch
-from scalerl.rollout.servers.host import ServerHost, ServerSettings
-from scalerl.rollout.servers.process import ServerStartError
+from scalerl.rollout.servers.host import ServerHost, process_key
+from scalerl.rollout.servers.process import ServerNotReadyError, ServerStartError
 from scalerl.rollout.servers.recovery import LostServer
-from scalerl.rollout.servers.replica import ClientSettings, Replica
 from scalerl.rollout.servers.requests import RolloutError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+# Index of a replica -> client of its server.
+Clients = Mapping[int, RolloutClient]
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,7 @@ class ServerSet:
         releases_memory: bool = False,
         first_step: int = 0,
     ) -> None:
-        """Starts the servers; `wait_ready` returns when they answer.
+        """Prepares the servers; `start` starts them, and `wait_ready` returns when they answer.
 
         settings: of the clients that ask the servers.
         gpu_ids: of the ranks that hold the pool's devices; None on a CPU, and where the servers own the devices.
@@ -110,7 +117,10 @@ class ServerSet:
         self.actors: list[PooledActor] = []
         self.hosts: list[ActorHandle] = []
         self.starting: list[ray.ObjectRef] = []
-        launch = Launch(
+        self.gpu_ids, self.owns_devices, self.first_step = gpu_ids, owns_devices, first_step
+        # Of all actors.
+        self.host_options: dict[str, Any] = {"single_node": single_node, "log_dir": str(log_dir.resolve())}
+        self.launch = Launch(
             # As this process sees it: a host that an earlier run left may be in another directory.
             model_path=os.path.abspath(str(model.path)),
             config=config,
@@ -120,42 +130,39 @@ class ServerSet:
             releases_memory=releases_memory,
             synced=synced,
         )
-        for plan in plan_replicas(pool, config):
-            self._start(
-                plan,
-                [
-                    ServerSettings(of_node, settings.purpose, single_node)
-                    for of_node in launches(launch, plan, None if gpu_ids is None else plan.gpu_ids(pool, gpu_ids))
-                ],
-                num_devices=len(plan.devices) if owns_devices else 0,
-                log_dir=str(log_dir.resolve()),
-                first_step=first_step,
-            )
 
-    def _start(
-        self, plan: ReplicaPlan, settings: Sequence[ServerSettings], *, num_devices: int, log_dir: str, first_step: int
-    ) -> None:
-        """Begins to start one server, with an actor on each of its nodes.  settings: of each node."""
+    def start(self) -> None:
+        """Begins to start each server, with an actor on each of its nodes."""
+        for plan in plan_replicas(self.pool, self.config):
+            self._start(plan, None if self.gpu_ids is None else plan.gpu_ids(self.pool, self.gpu_ids))
+
+    def _start(self, plan: ReplicaPlan, gpu_ids: Sequence[Sequence[str]] | None) -> None:
+        of_nodes = launches(self.launch, plan, gpu_ids)
+        single_node = self.host_options["single_node"]
         # Actors of several nodes serve each other alone: their processes are in one process group.
-        bound = None if len(settings) == 1 else plan
+        bound = None if len(of_nodes) == 1 else plan
         specs = [
             ActorSpec(
-                ServerHost, node, num_devices, key=(settings[rank].launch.synced, bound, settings[rank].of_process())
+                ServerHost,
+                node,
+                len(plan.devices) if self.owns_devices else 0,
+                key=(of_node.synced, bound, process_key(of_node, single_node=single_node)),
             )
-            for rank, node in enumerate(plan.nodes)
+            for node, of_node in zip(plan.nodes, of_nodes, strict=True)
         ]
         others = [
-            self.pool.start(spec, {"max_concurrency": 4}, plan.index, of_node, log_dir=log_dir)
-            for spec, of_node in zip(specs[1:], settings[1:], strict=True)
+            self.pool.start(spec, {"max_concurrency": 4}, plan.index, of_node, self.purpose, **self.host_options)
+            for spec, of_node in zip(specs[1:], of_nodes[1:], strict=True)
         ]
         host = self.pool.start(
             specs[0],
             {"max_concurrency": 2},
             plan.index,
-            settings[0],
-            log_dir=log_dir,
-            first_step=first_step,
+            of_nodes[0],
+            self.purpose,
+            first_step=self.first_step,
             others=[pooled.actor for pooled in others],
+            **self.host_options,
         )
         self.actors += [host, *others]
         self.hosts.append(host.actor)
@@ -177,8 +184,8 @@ class ServerSet:
         kwargs = self.config.engine_kwargs
         self.replicas = [Replica(url, self.config.name, tp_size, key, kwargs) for url, key in started]
         self.clients = {index: self.settings.client(replica) for index, replica in enumerate(self.replicas)}
-        if small := list(control.small_caches(self.clients, self.config.kv_cache_tokens)):
-            raise ServerStartError("\n".join(small))
+        if small := list(small_caches(self.clients, self.config.kv_cache_tokens)):
+            raise ServerNotReadyError("\n".join(small))
 
     def end(self, lost: Mapping[int, str]) -> None:
         """Kills what is left of lost servers, index -> why, side by side; they are down then.
@@ -206,7 +213,7 @@ class ServerSet:
         """Ends servers that failed, index -> why. Raises RolloutError for one that is well: it would refuse again."""
         if not failed:
             return
-        for index, is_well in control.are_well({index: self.clients[index] for index in sorted(failed)}).items():
+        for index, is_well in are_well({index: self.clients[index] for index in sorted(failed)}).items():
             if is_well:
                 raise RolloutError(failed[index])
         self.end(failed)
@@ -232,17 +239,9 @@ class ServerSet:
                 del self.down[index]
                 self.replicas[index] = replace(self.replicas[index], url=url, key=key)
                 self.clients[index] = self.settings.client(self.replicas[index])
-        for small in control.small_caches({i: self.clients[i] for i in restarted}, self.config.kv_cache_tokens):
+        for small in small_caches({i: self.clients[i] for i in restarted}, self.config.kv_cache_tokens):
             logger.warning(small)
         return {index: self.replicas[index] for index in restarted}
-
-    def pause(self) -> dict[int, str]:
-        """Interrupts running samples on all servers, as `control.pause`."""
-        return control.pause(self.clients)
-
-    def continue_generation(self) -> dict[int, str]:
-        """Continues the samples that `pause` interrupted, as `control.continue_generation`."""
-        return control.continue_generation(self.clients)
 
     def leave(self) -> None:
         """Makes the servers forget the run; they wait for another, each with its actors."""
@@ -267,3 +266,62 @@ class ServerSet:
                 "it if the machine is to blame and not the server"
             )
         self.down[index] = how
+
+
+# --- requests to several servers at the same time ---
+
+
+def pause(clients: Clients) -> dict[int, str]:
+    """Interrupts running samples where they are; they wait. Returns index -> error, of servers that failed."""
+    return _failures(RolloutClient.pause, clients)
+
+
+def continue_generation(clients: Clients) -> dict[int, str]:
+    """Continues the samples that `pause` interrupted, with the weights that the server has now. Returns as `pause`."""
+    paused = {index: client for index, client in clients.items() if client.paused}
+    return _failures(RolloutClient.continue_generation, paused)
+
+
+def are_well(clients: Clients) -> dict[int, bool]:
+    """Whether each server does its work (`RolloutClient.is_well`)."""
+
+    async def ask() -> list[bool]:
+        return await asyncio.gather(*(client.is_well() for client in clients.values()))
+
+    return dict(zip(clients, asyncio.run(ask()), strict=True))
+
+
+def small_caches(clients: Clients, tokens: int | None) -> Iterator[str]:
+    """One sentence for each server whose KV cache is smaller than configured; an engine with less memory takes fewer.
+
+    tokens: `kv_cache_tokens`; None: no number was given, and no server is asked.  Raises RolloutError.
+    """
+    if tokens is None:
+        return
+    for index, answer in _answers(RolloutClient.cache_size, clients).items():
+        size, client = answer.result(), clients[index]
+        if size is None:
+            continue
+        num_tokens, page_tokens = size
+        if num_tokens < tokens // page_tokens * page_tokens:
+            key = client.purpose.key("kv_cache_tokens")
+            yield (
+                f"{client.purpose.who} {index} ({client.url}) has a KV cache of {num_tokens} tokens, not the "
+                f"{tokens} of the memory plan or of {key}: its device has less free memory than planned. Find what "
+                f"else is on it (nvidia-smi), or set {key}={num_tokens}"
+            )
+
+
+def _answers(call: Callable[[RolloutClient], T], clients: Clients) -> dict[int, Future[T]]:
+    return {index: in_daemon(partial(call, client), f"server {index}") for index, client in clients.items()}
+
+
+def _failures(call: Callable[[RolloutClient], None], clients: Clients) -> dict[int, str]:
+    failed = {}
+    for index, answer in _answers(call, clients).items():
+        error = answer.exception()
+        if isinstance(error, RolloutError):
+            failed[index] = str(error)
+        elif error is not None:
+            raise error
+    return failed

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import Backend, _new_process_group_helpe
 from scalerl.base import rendezvous
 
 if TYPE_CHECKING:
-    from scalerl.rollout.servers.weights import NamedTensors
+    from scalerl.rollout.servers.buckets import NamedTensors
 
 # Rank of the trainer in each of these groups.
 SENDER = 0

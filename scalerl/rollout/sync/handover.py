@@ -239,44 +239,42 @@ def hashed_expert_bytes(shape: ModelShape, itemsize: int, tp_size: int, *, num_r
     return -(-(3 * num_ranks + 2) * matrix // tp_size)
 
 
-def bucket_bytes_that_fit(free_bytes: int, *, limit_bytes: int, largest_bytes: int, num_copies: int) -> int:
-    """limit_bytes, halved until num_copies of it take at most BUCKET_FREE_FRAC of what is free; at least largest_bytes.
+def bucket_bytes_that_fit(free_bytes: int, *, limit_bytes: int, largest_bytes: int) -> int:
+    """limit_bytes, halved until BUCKET_COPIES of it take at most BUCKET_FREE_FRAC of what is free, or largest_bytes.
 
     Halved, so that a little more or less of free memory does not make another plan in every sync.
     largest_bytes: of the largest tensor, which has a bucket to itself.
     """
-    room = int(free_bytes * BUCKET_FREE_FRAC) // num_copies
+    room = int(free_bytes * BUCKET_FREE_FRAC) // BUCKET_COPIES
     fitting = limit_bytes
     while fitting > max(room, largest_bytes):
         fitting //= 2
     return max(fitting, largest_bytes)
 
 
-def agreed_bucket_bytes(free_bytes: int, device: str, *, limit_bytes: int, largest_bytes: int, num_copies: int) -> int:
+def agreed_bucket_bytes(free_bytes: int, device: str, *, limit_bytes: int, largest_bytes: int) -> int:
     """Collective: the smallest over the ranks of `bucket_bytes_that_fit`, so that all of them cut the same buckets.
 
     Raises HandoverError on every rank where one has no room for the largest tensor.
     """
     import torch.distributed as dist
 
-    fitting = bucket_bytes_that_fit(
-        free_bytes, limit_bytes=limit_bytes, largest_bytes=largest_bytes, num_copies=num_copies
-    )
+    fitting = bucket_bytes_that_fit(free_bytes, limit_bytes=limit_bytes, largest_bytes=largest_bytes)
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, (fitting, free_bytes, device))
-    check_largest([(free, where) for _, free, where in by_rank], largest_bytes=largest_bytes, num_copies=num_copies)
+    check_largest([(free, where) for _, free, where in by_rank], largest_bytes=largest_bytes)
     return min(rank_fitting for rank_fitting, _, _ in by_rank)
 
 
-def check_largest(ranks: Sequence[tuple[int, str]], *, largest_bytes: int, num_copies: int) -> None:
+def check_largest(ranks: Sequence[tuple[int, str]], *, largest_bytes: int) -> None:
     """Raises HandoverError if a rank has no room for the largest tensor. ranks: (free bytes, device) of each."""
     rank = min(range(len(ranks)), key=lambda index: ranks[index][0])
     free_bytes, device = ranks[rank]
-    if free_bytes < num_copies * largest_bytes:
+    if free_bytes < BUCKET_COPIES * largest_bytes:
         raise HandoverError(
             f"weight sync: rank {rank} on {device} has {free_bytes / GIB:.2f} GiB free, and the largest tensor needs "
-            f"{num_copies * largest_bytes / GIB:.2f} GiB ({num_copies} copies of {largest_bytes / GIB:.2f}), however "
-            f"small {_ROLLOUT}.update_weights_bucket_megabytes is. To change: {_ADVICE['before_sync']}"
+            f"{BUCKET_COPIES * largest_bytes / GIB:.2f} GiB ({BUCKET_COPIES} copies of {largest_bytes / GIB:.2f}), "
+            f"however small {_ROLLOUT}.update_weights_bucket_megabytes is. To change: {_ADVICE['before_sync']}"
         )
 
 

@@ -1,18 +1,18 @@
 """`SyncSession`: a call about the servers, as a trainer rank sees it: which servers it leads, and which of them failed.
 
-`Feed` says which trainer ranks send weights to which server.
+`Feed` says which trainer ranks send weights to which server. `SyncOrder` is the order in which a server changes its
+weights: any other step raises before the server is asked.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
-from scalerl.rollout.servers.client import RolloutClient, RolloutError
-from scalerl.rollout.servers.replica import Replica
-from scalerl.rollout.sync.order import Step, SyncOrder
+from scalerl.rollout.servers.client import Replica, RolloutClient, RolloutError
 from scalerl.tracking.metrics import Metric
 
 if TYPE_CHECKING:
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     # Not for a driver, which imports this module: that one imports megatron.
     from scalerl.parallel.export import Needed
-    from scalerl.rollout.servers.weights import ExpectedChecksums, NamedTensors
+    from scalerl.rollout.servers.buckets import NamedTensors
+    from scalerl.rollout.servers.checksums import ExpectedChecksums
     from scalerl.rollout.sync.handover import Part
 
 T = TypeVar("T")
@@ -110,6 +111,105 @@ def join_feeds(feeds: Sequence[Feed]) -> list[Feed]:
         group = dist.new_group(distinct, backend="gloo") if len(distinct) > 1 else None
         joined.append(replace(feed, group=cast("dist.ProcessGroup | None", group)))
     return joined
+
+
+# --- the order of a server's steps ---
+
+Step = Literal[
+    "drain",
+    "release_kv",
+    "release_weights",
+    "resume_weights",
+    "begin",
+    "bucket",
+    "end",
+    "check",
+    "resume_kv",
+    "continue",
+]
+# Step -> what it changes of a `SyncOrder`. Weights that left the device come back undefined.
+_CHANGES: dict[Step, dict[str, Any]] = {
+    "drain": {"serving": False, "session": "none"},
+    "release_kv": {"has_kv": False},
+    "release_weights": {"has_weights": False, "is_defined": False, "session": "none"},
+    "resume_weights": {"has_weights": True},
+    "begin": {"session": "open"},
+    "bucket": {"session": "filled"},
+    "end": {"session": "ended", "is_defined": True},
+    "check": {},
+    "resume_kv": {"has_kv": True},
+    "continue": {"serving": True},
+}
+
+
+class WrongOrderError(RuntimeError):
+    """Raised for a step that the server's state does not allow."""
+
+
+class SyncOrder:
+    """The state of one server in the order of a weight sync; `advance` refuses a step that is out of order.
+
+    drain -> [release_kv -> release_weights -> resume_weights] -> begin -> bucket... -> end -> [check] -> [resume_kv]
+    -> continue; what is in brackets may be left out.
+
+    A server has one order, which is with whoever makes the next call to the server: the driver, and in a weight sync
+    the rank that leads the server (`SyncSession`).
+
+    The KV cache leaves first and comes back last, so that a server's cache and a trainer's state are never needed at
+    once. Weights that left the device come back undefined: nothing may be sampled until an update has ended.
+    """
+
+    def __init__(self, owner: str, *, serving: bool = True) -> None:
+        """Begins with weights in place.  owner: for messages.  serving: whether requests may be running."""
+        self.owner = owner
+        self.serving = serving
+        # Whether the KV cache and the weights are on the device, and whether the weights are those of a policy.
+        self.has_kv = self.has_weights = self.is_defined = True
+        self.session: Literal["none", "open", "filled", "ended"] = "none"
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all of the server is on its device and no update is half done."""
+        return self.has_kv and self.has_weights and self.session in ("none", "ended")
+
+    @property
+    def allowed(self) -> tuple[Step, ...]:
+        """The steps that may come next."""
+        if self.serving:
+            return ("drain",)
+        if self.session == "open":
+            return ("bucket",)
+        if self.session == "filled":
+            return ("bucket", "end")
+        steps: list[Step] = []
+        if self.has_kv:
+            steps.append("release_kv")
+        elif self.has_weights:
+            steps.append("release_weights")
+        steps.append("begin" if self.has_weights else "resume_weights")
+        if self.session == "ended":
+            steps.append("check")
+        if self.has_weights and self.is_defined:
+            steps.append("continue" if self.has_kv else "resume_kv")
+        return tuple(steps)
+
+    @property
+    def state(self) -> str:
+        if self.serving:
+            return "serving"
+        kv = "on the device" if self.has_kv else "released"
+        weights = "released" if not self.has_weights else "on the device" if self.is_defined else "undefined"
+        session = {"none": "none", "open": "open, no bucket yet", "filled": "open", "ended": "ended"}[self.session]
+        return f"drained, KV cache {kv}, weights {weights}, update session {session}"
+
+    def advance(self, step: Step) -> None:
+        """Takes a step; raises WrongOrderError, and keeps the state, unless the step is allowed now."""
+        if step not in self.allowed:
+            raise WrongOrderError(
+                f"{self.owner}: {step} is out of order. State: {self.state}. Allowed now: {', '.join(self.allowed)}"
+            )
+        for name, value in _CHANGES[step].items():
+            setattr(self, name, value)
 
 
 # --- one call ---
@@ -218,12 +318,13 @@ class SyncSession:
             checksums.add(named)
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """A way for weights to get from trainer ranks to rollout servers; all ranks make it together."""
 
     # Whether servers take weights between begin_weight_update and end_weight_update.
-    has_session: bool
+    has_session: ClassVar[bool] = True
 
+    @abstractmethod
     def send(self, session: SyncSession) -> tuple[int, int]:
         """Sends the weights to all servers of a session; collective over the trainer's world.
 
@@ -232,11 +333,9 @@ class Transport(Protocol):
 
         A server that fails is noted in `session`; the others get everything.
         """
-        ...
 
-    def forget(self, index: int) -> None:
+    def forget(self, index: int) -> None:  # noqa: B027
         """Frees what the transport holds for the server of replica `index`, which is lost, or at the end."""
-        ...
 
 
 def wait_all(pending: Sequence[Future]) -> None:

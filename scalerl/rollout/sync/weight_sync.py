@@ -18,12 +18,10 @@ import torch.distributed as dist
 from scalerl.cluster.dispatch import Dispatch, register
 from scalerl.cluster.rank import Worker
 from scalerl.errors import RunError
-from scalerl.rollout.servers.client import RolloutClient
+from scalerl.rollout.servers.checksums import checksum_differences
+from scalerl.rollout.servers.client import ClientSettings, Replica, RolloutClient
 from scalerl.rollout.servers.purpose import POLICY
-from scalerl.rollout.servers.replica import ClientSettings, Replica
-from scalerl.rollout.servers.weights import checksum_differences
 from scalerl.rollout.sync.handover import (
-    BUCKET_COPIES,
     DeviceMemory,
     Part,
     Point,
@@ -33,8 +31,17 @@ from scalerl.rollout.sync.handover import (
     hashed_expert_bytes,
     measure,
 )
-from scalerl.rollout.sync.order import Step, SyncOrder
-from scalerl.rollout.sync.session import Feed, RankReport, SyncSession, Transport, feeds_of, join_feeds, plan_feeds
+from scalerl.rollout.sync.session import (
+    Feed,
+    RankReport,
+    Step,
+    SyncOrder,
+    SyncSession,
+    Transport,
+    feeds_of,
+    join_feeds,
+    plan_feeds,
+)
 
 if TYPE_CHECKING:
     from scalerl.config.servers import TransportName
@@ -64,7 +71,6 @@ class WeightSync:
         model_config: Mapping[str, Any],
         *,
         bucket_bytes: int,
-        max_model_len: int,
         timeout_s: float,
         dtype: torch.dtype | None = None,
         transport: TransportName = "shared",
@@ -82,7 +88,7 @@ class WeightSync:
         """
         self.engine, self.model_config, self.bucket_bytes = engine, model_config, bucket_bytes
         self.rank, self.dtype, self.memory = dist.get_rank(), dtype, memory
-        self.max_model_len, self.timeout_s = max_model_len, timeout_s
+        self.timeout_s = timeout_s
         self.feeds = join_feeds(feeds_of(transport, replicas, dist.get_world_size()))
         # Indices of the servers on this rank's device.
         self.on_device = [
@@ -100,7 +106,7 @@ class WeightSync:
 
     def _client(self, feed: Feed) -> RolloutClient:
         # It asks for no samples.
-        return ClientSettings(POLICY, self.max_model_len, self.timeout_s, max_concurrency=1).client(feed.replica)
+        return ClientSettings(POLICY, max_model_len=1, timeout_s=self.timeout_s, max_concurrency=1).client(feed.replica)
 
     def reconnect(self, successors: Mapping[int, Replica]) -> None:
         """Connects to successors of lost servers: index -> replica at another address, fed by the same ranks."""
@@ -188,7 +194,6 @@ class WeightSync:
             device,
             limit_bytes=self.bucket_bytes,
             largest_bytes=largest_bytes(engine.family, engine.shape, itemsize),
-            num_copies=BUCKET_COPIES,
         )
 
     def _verify(self, session: SyncSession) -> None:
@@ -223,9 +228,7 @@ class WeightSync:
         measured = memory.record("before_release")
         for part, point in points.items():
             with _timed(session, RELEASE[part]):
-                session.call_all(
-                    RELEASE[part], lambda client, part=part: client.release(client.engine.memory_tags[part])
-                )
+                session.call_all(RELEASE[part], partial(_release, part=part))
                 dist.barrier()
             measured = memory.record_released(part, point, measured)
             session.report.lack = memory.lack(point, measured)
@@ -310,10 +313,10 @@ def make_transport(
 
         backend = "nccl" if next(engine.chunks[0].parameters()).is_cuda else "gloo"
         return BroadcastTransport(engine.export_buckets, backend=backend, timeout_s=timeout_s)
-    from scalerl.rollout.sync.transports.memory import GatheredTransport, NodeBuckets, SharedTransport
+    from scalerl.rollout.sync.transports.memory import GatheredTransport, SharedTransport
 
-    if NodeBuckets.possible(engine):
-        return SharedTransport(NodeBuckets(engine, bucket_bytes))
+    if SharedTransport.possible(engine):
+        return SharedTransport(engine, bucket_bytes)
     return GatheredTransport(engine.export_buckets)
 
 
@@ -338,7 +341,6 @@ class WeightSource(Worker):
         model_config: Mapping[str, Any],
         *,
         bucket_bytes: int,
-        max_model_len: int,
         timeout_s: float,
         dtype: str | None = None,
         transport: TransportName = "shared",
@@ -361,7 +363,6 @@ class WeightSource(Worker):
             replicas,
             model_config,
             bucket_bytes=bucket_bytes,
-            max_model_len=max_model_len,
             timeout_s=timeout_s,
             dtype=getattr(torch, dtype) if dtype else None,
             transport=transport,

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 
-from scalerl.rollout.prompt_sampling import override_sampling
+from scalerl.rollout.prompt_sampling import _FIELDS, override_sampling
 from scalerl.rollout.servers.requests import SamplingParams
 
 BASE = SamplingParams(max_new_tokens=64, temperature=1.0, top_p=0.9)
+
+
+def test_every_sampling_parameter_may_be_set() -> None:
+    assert list(_FIELDS) == [field.name for field in fields(SamplingParams)]
 
 
 def test_a_prompt_overrides_what_it_names_and_nothing_else() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ NUM_CLIENTS = 4
 class OneByOne:
     """In the place of a client: begins all requests, and answers one after the other, while the others wait."""
 
-    max_model_len, max_concurrency, answers_several = 64, 10**6, False
+    max_model_len, max_concurrency = 64, 10**6
 
     def __init__(self, waiting: list[asyncio.Future[None]]) -> None:
         self.waiting = waiting
@@ -30,8 +30,7 @@ class OneByOne:
     async def connected(self) -> AsyncIterator[None]:
         yield
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[GenerateOutput]:
-        (request,) = requests
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateOutput]:
         answer = asyncio.get_running_loop().create_future()
         self.waiting.append(answer)
         await answer

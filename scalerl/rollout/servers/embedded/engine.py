@@ -34,6 +34,7 @@ class _Sequence:
     """A sequence to generate.
 
     index: its number in the request.  position: index of its first new token in the response.
+    finished: gets it once it is finished, as all sequences of its request.
     """
 
     index: int
@@ -43,22 +44,15 @@ class _Sequence:
     max_new_tokens: int
     stop_ids: frozenset[int]
     stop_strings: tuple[str, ...]
-    request: _Request
+    finished: queue.SimpleQueue[_Sequence]
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: dict[str, Any] | None = None
     # From its first token on.
     cache: SequenceCache | None = None
-
-
-class _Request:
-    """Sequences that one caller waits for.  finished: gets each of them once, those that end together in one list."""
-
-    def __init__(self) -> None:
-        self.sequences: list[_Sequence] = []
-        self.finished: queue.SimpleQueue[list[_Sequence]] = queue.SimpleQueue()
-        self.error: Exception | None = None
+    # Why the engine failed.
+    error: Exception | None = None
 
 
 class DecodingEngine:
@@ -104,15 +98,17 @@ class DecodingEngine:
 
     def generate(
         self, prompts: Sequence[list[int]], sampling_params: Sequence[dict[str, Any]]
-    ) -> Iterator[list[tuple[int, dict[str, Any]]]]:
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yields (index, {"output_ids", "meta_info"} as SGLang answers) of prompts as soon as they are finished.
 
         Raises RefusedError, before anything is returned, for input that the model cannot take; RuntimeError if the
         engine fails.
         """
-        request = _Request()
-        for index, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
-            request.sequences.append(self._sequence(index, prompt, params, request))
+        finished: queue.SimpleQueue[_Sequence] = queue.SimpleQueue()
+        sequences = [
+            self._sequence(index, prompt, params, finished)
+            for index, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True))
+        ]
         with self._changed:
             self._changed.wait_for(lambda: not self._paused)
             if self._session_open or self._released:
@@ -120,18 +116,18 @@ class DecodingEngine:
                     "a weight-update session is open" if self._session_open else f"{sorted(self._released)} is released"
                 )
                 raise RefusedError(f"cannot generate: {state}")
-            self._waiting.extend(request.sequences)
+            self._waiting.extend(sequences)
             self._changed.notify_all()
-        return self._answers(request)
+        return self._answers(len(sequences), finished)
 
-    def _answers(self, request: _Request) -> Iterator[list[tuple[int, dict[str, Any]]]]:
-        num_missing = len(request.sequences)
-        while num_missing:
-            finished = request.finished.get()
-            if request.error is not None:
-                raise RuntimeError(f"the engine failed: {request.error!r}") from request.error
-            num_missing -= len(finished)
-            yield [(sequence.index, self._answer(sequence)) for sequence in finished]
+    def _answers(
+        self, num_sequences: int, finished: queue.SimpleQueue[_Sequence]
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        for _ in range(num_sequences):
+            sequence = finished.get()
+            if sequence.error is not None:
+                raise RuntimeError(f"the engine failed: {sequence.error!r}") from sequence.error
+            yield sequence.index, self._answer(sequence)
 
     def abort_all(self) -> None:
         """Ends running and waiting sequences with the tokens that they have (finish reason abort)."""
@@ -155,7 +151,9 @@ class DecodingEngine:
     def _wait_idle(self) -> None:
         self._changed.wait_for(lambda: not self._live and not self._waiting)
 
-    def _sequence(self, index: int, prompt: list[int], params: dict[str, Any], request: _Request) -> _Sequence:
+    def _sequence(
+        self, index: int, prompt: list[int], params: dict[str, Any], finished: queue.SimpleQueue[_Sequence]
+    ) -> _Sequence:
         max_new_tokens = params["max_new_tokens"]
         if not prompt:
             raise RefusedError(f"prompt {index} is empty")
@@ -182,7 +180,7 @@ class DecodingEngine:
             raise RefusedError(f"prompt {index}: stop {list(stop_strings)} needs a tokenizer in {self.model_path}")
         stop_ids = frozenset() if params["ignore_eos"] else self._eos_ids | set(params["stop_token_ids"])
         position = int(params["sampling_position"])
-        return _Sequence(index, list(prompt), settings, position, max_new_tokens, stop_ids, stop_strings, request)
+        return _Sequence(index, list(prompt), settings, position, max_new_tokens, stop_ids, stop_strings, finished)
 
     # --- the computing thread ---
 
@@ -206,13 +204,10 @@ class DecodingEngine:
             return
         self._live = [s for s in self._live if s.finish_reason is None]
         self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
-        by_request: dict[_Request, list[_Sequence]] = {}
         for sequence in finished:
             # A request may wait for others a long time.
             sequence.cache = None
-            by_request.setdefault(sequence.request, []).append(sequence)
-        for request, together in by_request.items():
-            request.finished.put(together)
+            sequence.finished.put(sequence)
         if not self._live and not self._waiting:
             self._changed.notify_all()
 
@@ -272,7 +267,7 @@ class DecodingEngine:
         """Ends all sequences with an error."""
         with self._changed:
             for sequence in (*self._live, *self._waiting):
-                sequence.request.error = error
+                sequence.error = error
                 sequence.finish_reason = sequence.finish_reason or {"type": "abort", "message": repr(error)}
             self._leave()
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import base64
-import itertools
 import json
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from operator import itemgetter
 from typing import Any
 
 import orjson
@@ -17,18 +15,17 @@ import safetensors.torch
 import torch
 
 from scalerl.base.lean_imports import lean_imports
-from scalerl.rollout.servers import cuda_ipc, mapped
+from scalerl.rollout.servers.buckets import read_cuda, read_mapped
 from scalerl.rollout.servers.connection import OPEN_PATH, is_authorized, take_key
 from scalerl.rollout.servers.process import address_family
+from scalerl.rollout.servers.requests import DATA, EVENT_END, FLATTENED, LAST_EVENT
 from scalerl.rollout.servers.update_group import (
     broadcast,
     join_group,
-    leave_group,
     num_bytes,
     reach_store,
     unpack_bytes,
 )
-from scalerl.rollout.servers.wire import DATA, EVENT_END, FLATTENED, LAST_EVENT
 
 with lean_imports(compiler=False):
     from scalerl.rollout.servers.embedded.engine import DecodingEngine, RefusedError
@@ -44,7 +41,6 @@ SAMPLING_DEFAULTS: dict[str, Any] = {
     "sampling_seed": 0,
     # Index, in the response, of the first token to draw.
     "sampling_position": 0,
-    "n": 1,
 }
 # Seconds to join a group, and for one broadcast; torch's default.
 GROUP_TIMEOUT_S = 1800.0
@@ -54,7 +50,7 @@ SUCCESS = {"success": True, "message": "Success"}
 class Endpoints:
     """The endpoints by path, functions of the request's JSON.
 
-    They raise RefusedError for status 400; one that returns an iterator of lists sends a stream of events.
+    They raise RefusedError for status 400; /generate returns an iterator, which is sent as a stream of events.
     """
 
     def __init__(self, engine: DecodingEngine) -> None:
@@ -62,8 +58,6 @@ class Endpoints:
         self._groups: dict[str, Any] = {}
         self.get: dict[str, Callable[[dict[str, Any]], Any]] = {
             "/health": lambda body: {},
-            "/health_generate": lambda body: engine.check_alive() or {},
-            "/get_model_info": lambda body: engine.info(),
             "/model_info": lambda body: engine.info(),
             "/server_info": lambda body: engine.check_alive() or engine.info() | {"version": "embedded", "tp_size": 1},
         }
@@ -72,7 +66,6 @@ class Endpoints:
             "/begin_weight_update": lambda body: engine.begin_weight_update() or SUCCESS,
             "/update_weights_from_tensor": self._update_weights,
             "/init_weights_update_group": self._join_group,
-            "/destroy_weights_update_group": self._leave_group,
             "/update_weights_from_distributed": self._update_from_group,
             "/update_weights_from_disk": self._update_from_disk,
             "/end_weight_update": lambda body: engine.end_weight_update() or SUCCESS,
@@ -87,31 +80,15 @@ class Endpoints:
             "/resume_memory_occupation": lambda body: engine.resume(body.get("tags")),
         }
 
-    def _generate(self, body: dict[str, Any]) -> Any:
-        prompts = body.get("input_ids")
-        if not isinstance(prompts, list) or not prompts:
-            raise RefusedError("input_ids must be a list of token ids or a list of such lists")
-        single = not isinstance(prompts[0], list)
-        prompts = [prompts] if single else prompts
-        sampling_params = body.get("sampling_params") or {}
-        per_prompt = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
-        if len(per_prompt) != len(prompts):
-            raise RefusedError(f"{len(per_prompt)} sampling_params for {len(prompts)} prompts")
-        unknown = sorted({key for params in per_prompt for key in params} - SAMPLING_DEFAULTS.keys())
+    def _generate(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        prompts, sampling_params = body["input_ids"], body["sampling_params"]
+        if len(prompts) != len(sampling_params):
+            raise RefusedError(f"{len(sampling_params)} sampling_params for {len(prompts)} prompts")
+        unknown = sorted({key for params in sampling_params for key in params} - SAMPLING_DEFAULTS.keys())
         if unknown:
             raise RefusedError(f"sampling_params {unknown} are not known; known: {sorted(SAMPLING_DEFAULTS)}")
-        params = [SAMPLING_DEFAULTS | changed for changed in per_prompt]
-        # The i-th of n samples draws from sampling_seed + i.
-        expanded = [
-            (prompt, param | {"sampling_seed": param["sampling_seed"] + i})
-            for prompt, param in zip(prompts, params, strict=True)
-            for i in range(param["n"])
-        ]
-        answers = self._engine.generate([prompt for prompt, _ in expanded], [param for _, param in expanded])
-        if body.get("stream"):
-            return ([answer | {"index": index} for index, answer in together] for together in answers)
-        in_order = [answer for _, answer in sorted(itertools.chain.from_iterable(answers), key=itemgetter(0))]
-        return in_order[0] if single and len(in_order) == 1 else in_order
+        answers = self._engine.generate(prompts, [SAMPLING_DEFAULTS | params for params in sampling_params])
+        return (answer | {"index": index} for index, answer in answers)
 
     def _update_weights(self, body: dict[str, Any]) -> Any:
         blobs = body["serialized_named_tensors"]
@@ -131,11 +108,6 @@ class Endpoints:
             backend=body["backend"],
             timeout_s=GROUP_TIMEOUT_S,
         )
-        return SUCCESS
-
-    def _leave_group(self, body: dict[str, Any]) -> Any:
-        leave_group(self._known_group(body))
-        del self._groups[body["group_name"]]
         return SUCCESS
 
     def _update_from_group(self, body: dict[str, Any]) -> Any:
@@ -183,7 +155,7 @@ def _opened(blob: str, device: torch.device) -> Mapping[str, torch.Tensor]:
     if not blob.startswith("{"):
         return safetensors.torch.load(base64.b64decode(blob, validate=True))
     handle = json.loads(blob)
-    return dict(cuda_ipc.open_bucket(handle, device) if "gpu" in handle else mapped.read(handle))
+    return dict(read_cuda(handle, device) if "gpu" in handle else read_mapped(handle))
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -231,15 +203,14 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def _send_events(self, events: Iterator[list[dict[str, Any]]]) -> None:
-        """Sends a stream of events.  events: those of a list in one piece."""
+    def _send_events(self, events: Iterator[dict[str, Any]]) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         try:
-            for together in events:
-                self._send_chunk(b"".join(DATA + orjson.dumps(event) + EVENT_END for event in together))
+            for event in events:
+                self._send_chunk(DATA + orjson.dumps(event) + EVENT_END)
         except RuntimeError as error:  # the engine failed; it is too late for another status
             traceback.print_exc()
             self._send_chunk(DATA + orjson.dumps({"error": {"message": str(error)}}) + EVENT_END)

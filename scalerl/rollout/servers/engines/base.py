@@ -9,23 +9,29 @@ from __future__ import annotations
 import contextlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from scalerl.models.shape import max_positions, rope_entries
 from scalerl.rollout.servers.connection import OPEN_PATH
-from scalerl.rollout.servers.requests import GenerateOutput, GenerateRequest, RolloutError, Slot
-from scalerl.rollout.servers.wire import FLATTENED, message_of, output_of, read_events
+from scalerl.rollout.servers.requests import (
+    FLATTENED,
+    GenerateOutput,
+    GenerateRequest,
+    RolloutError,
+    Slot,
+    message_of,
+    output_of,
+    read_events,
+)
 
 if TYPE_CHECKING:
-    import torch
-
     from scalerl.config.schema import ServerConfig
     from scalerl.models import ModelShape
-    from scalerl.rollout.servers.checksums import ExpectedChecksums
-    from scalerl.rollout.servers.weights import Bucket
+    from scalerl.rollout.servers.buckets import Bucket
+    from scalerl.rollout.servers.checksums import Placement
 
 Command = tuple[list[str], dict[str, str]]
 
@@ -74,18 +80,6 @@ class Call:
     is_optional: bool = False
 
 
-@dataclass(frozen=True)
-class CacheSize:
-    """The size of a server's KV cache.  page_tokens: an engine rounds a configured size down to whole pages."""
-
-    num_tokens: int
-    page_tokens: int = 1
-
-    def is_below(self, told_tokens: int) -> bool:
-        """Whether the cache is smaller than told_tokens, rounded down to whole pages."""
-        return self.num_tokens < told_tokens // self.page_tokens * self.page_tokens
-
-
 class Engine(ABC):
     """One kind of engine; it has no state: that of a server is in `host`, that of a client in `client`.
 
@@ -107,9 +101,9 @@ class Engine(ABC):
         Raises ValueError for a model that cannot be served with these settings.
         """
 
-    @abstractmethod
     def num_ranks(self, tp_size: int) -> int:
         """Ranks of one server with this tensor_model_parallel_size, each of which takes a copy of each bucket."""
+        return 1
 
     # --- weights ---
 
@@ -117,21 +111,17 @@ class Engine(ABC):
     def serialize(self, bucket: Bucket) -> str:
         """A bucket as text for `RolloutClient.update_weights`; to be called once for each rank of the server."""
 
-    @abstractmethod
-    def expected_checksums(
-        self,
-        model_config: Mapping[str, Any],
-        tp_size: int,
-        dtype: torch.dtype | None = None,
-        ranks: Collection[int] | None = None,
-        *,
-        engine_kwargs: Mapping[str, Any] | None = None,
-    ) -> ExpectedChecksums:
-        """The checksums that `RolloutClient.checksums` must return once a stream of tensors is loaded.
+    def placement(
+        self, model_config: Mapping[str, Any], tp_size: int, engine_kwargs: Mapping[str, Any] | None
+    ) -> Placement:
+        """The places where the ranks of a server store a model's tensors.
 
-        model_config: the model's config.json.  dtype, ranks: as `ExpectedChecksums`.
-        engine_kwargs: of the server's configuration; None: without arguments for the engine.
+        model_config: the model's config.json.  engine_kwargs: of the server's configuration; None: without arguments
+        for the engine.
         """
+        from scalerl.rollout.servers.checksums import Placement
+
+        return Placement()
 
     # --- before anything starts ---
 
@@ -158,27 +148,16 @@ class Engine(ABC):
 
     # Number of tokens at the end of an aborted answer that its continuation draws again.
     undone_by_abort: ClassVar[int] = 0
-    # Whether one call asks for several requests, by `generate_several`: requests that begin together share it then.
-    answers_several: ClassVar[bool] = False
 
     def generate(self, request: GenerateRequest, slots: Sequence[Slot]) -> Call:
         """Asks for samples of one request.  slots: those that have room; the answer is read by `read_samples`."""
-        return Call("/generate", self.generate_body(request, slots))
-
-    def generate_body(self, request: GenerateRequest, slots: Sequence[Slot]) -> dict[str, Any]:
-        return {
+        body = {
             "input_ids": [request.input_ids + slot.output_ids for slot in slots],
             "sampling_params": [self.sampling_params(request, slot) for slot in slots],
             "return_logprob": True,
             "stream": True,
         }
-
-    def generate_several(self, asked: Sequence[tuple[GenerateRequest, Slot]]) -> Call:
-        """Asks for samples of several requests by one call, where the engine `answers_several`.
-
-        asked: samples that have room, each with its request; the answer is read by `read_samples`.
-        """
-        raise NotImplementedError(f"{type(self).__name__} answers several requests at a time and cannot ask for them")
+        return Call("/generate", body)
 
     def sampling_params(self, request: GenerateRequest, slot: Slot) -> dict[str, Any]:
         sampling = request.sampling
@@ -234,16 +213,20 @@ class Engine(ABC):
         """Closes a session that the server opened."""
         return Call("/end_weight_update", {})
 
-    def update_weights(
-        self, blobs: Sequence[str], *, flush_cache: bool, policy_version: int | None, is_mapped: bool
-    ) -> Call:
+    def update_weights(self, blobs: Sequence[str], *, policy_version: int | None, is_mapped: bool) -> Call:
         """Loads one bucket.  Arguments as those of `RolloutClient.update_weights`."""
-        body: dict[str, Any] = {"serialized_named_tensors": list(blobs), "flush_cache": flush_cache}
+        # Cached prefixes were computed with the old weights. SGLang's /flush_cache would also collect garbage, up to a
+        # second of every step on a CPU.
+        body: dict[str, Any] = {"serialized_named_tensors": list(blobs), "flush_cache": True}
         return Call("/update_weights_from_tensor", body | _version(policy_version))
 
     def join_update_group(
         self, address: str, port: int, *, rank_offset: int, world_size: int, group_name: str, backend: str
     ) -> Call:
+        """Joins the server's ranks to a trainer rank's group, by the store at that address; answers when all are in.
+
+        rank_offset: rank in the group of the server's first rank.
+        """
         body = {"master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size}
         return Call("/init_weights_update_group", body | {"group_name": group_name, "backend": backend})
 
@@ -252,12 +235,12 @@ class Engine(ABC):
         layout: Sequence[tuple[str, str, Sequence[int]]],
         *,
         group_name: str,
-        flush_cache: bool,
         policy_version: int | None,
     ) -> Call:
+        """Receives one bucket, which `update_group.broadcast` sends.  layout: (name, dtype, shape), as packed."""
         names, dtypes, shapes = (list(column) for column in zip(*layout, strict=True))
         body: dict[str, Any] = {"names": names, "dtypes": dtypes, "shapes": [list(shape) for shape in shapes]}
-        body |= {"group_name": group_name, "flush_cache": flush_cache, "load_format": FLATTENED}
+        body |= {"group_name": group_name, "flush_cache": True, "load_format": FLATTENED}
         return Call("/update_weights_from_distributed", body | _version(policy_version))
 
     def update_weights_from_disk(self, directory: str, *, policy_version: int) -> Call:
@@ -312,8 +295,11 @@ class Engine(ABC):
         """Asks for the size of the KV cache; None for an engine whose cache has no fixed size."""
         return None
 
-    def read_cache_size(self, answer: Any) -> CacheSize | None:
-        """The size in an answer to `cache_size`; None for an answer that has none."""
+    def read_cache_size(self, answer: Any) -> tuple[int, int] | None:
+        """The tokens of the KV cache and of a page, in an answer to `cache_size`; None for an answer that has none.
+
+        An engine rounds a configured size down to whole pages.
+        """
         raise NotImplementedError(f"{type(self).__name__} asks for the size of its cache and does not read the answer")
 
     # --- refusals ---

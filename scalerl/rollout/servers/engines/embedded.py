@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import base64
 import sys
-from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from scalerl.rollout.servers.engines.base import Call, Command, Engine, Launch, check_context_length
+from scalerl.rollout.servers.engines.base import Command, Engine, Launch, check_context_length
 from scalerl.rollout.servers.requests import GenerateRequest
 
 if TYPE_CHECKING:
-    import torch
-
-    from scalerl.rollout.servers.checksums import ExpectedChecksums
+    from scalerl.rollout.servers.buckets import Bucket
     from scalerl.rollout.servers.requests import Slot
-    from scalerl.rollout.servers.weights import Bucket
 
 
 class EmbeddedEngine(Engine):
     name = "embedded"
-    answers_several = True
 
     def command(self, launch: Launch) -> Command:
         assert launch.nnodes == 1, "the embedded engine is one process"
@@ -36,17 +31,6 @@ class EmbeddedEngine(Engine):
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, launch.gpu_ids))
         return command + (["--trust-remote-code"] if launch.trust_remote_code else []), env
 
-    def num_ranks(self, tp_size: int) -> int:
-        return 1
-
-    def generate_several(self, asked: Sequence[tuple[GenerateRequest, Slot]]) -> Call:
-        body = {
-            "input_ids": [request.input_ids + slot.output_ids for request, slot in asked],
-            "sampling_params": [self.sampling_params(request, slot) for request, slot in asked],
-            "stream": True,
-        }
-        return Call("/generate", body)
-
     def sampling_params(self, request: GenerateRequest, slot: Slot) -> dict[str, Any]:
         if slot.seed is None:
             raise ValueError(f"request {request.request_id!r}: the embedded engine needs seeds, one per sample")
@@ -59,27 +43,13 @@ class EmbeddedEngine(Engine):
         if bucket.shared is not None:
             return bucket.shared.handle()
         if bucket.named[0][1].is_cuda:
-            from scalerl.rollout.servers.cuda_ipc import handle_of
-            from scalerl.rollout.servers.weights import flat_bucket
+            from scalerl.rollout.servers.buckets import cuda_handle, flat_bucket
 
-            return handle_of(*flat_bucket(bucket.named))
+            return cuda_handle(*flat_bucket(bucket.named))
         import safetensors.torch
 
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in bucket.named}
         return base64.b64encode(safetensors.torch.save(tensors)).decode("ascii")
-
-    def expected_checksums(
-        self,
-        model_config: Mapping[str, Any],
-        tp_size: int,
-        dtype: torch.dtype | None = None,
-        ranks: Collection[int] | None = None,
-        *,
-        engine_kwargs: Mapping[str, Any] | None = None,
-    ) -> ExpectedChecksums:
-        from scalerl.rollout.servers.checksums import AsSent, ExpectedChecksums
-
-        return ExpectedChecksums(AsSent(), dtype, ranks)
 
 
 ENGINE = EmbeddedEngine()

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scalerl.base.extras import extra
 from scalerl.base.nvidia import toolkit_environment
 from scalerl.base.process import sglang_environment
 from scalerl.config import server_violations
 from scalerl.config.schema import RolloutConfig, ServerConfig
 from scalerl.config.suggestions import divisors_text
+from scalerl.errors import UserError
 from scalerl.models import HFWeights, read_config, weight_block
-from scalerl.models.shape import max_positions, rope_entries
-from scalerl.rollout.servers.engines.base import CacheSize, Call, Command, Engine, Launch, check_context_length
-from scalerl.rollout.servers.requests import GenerateRequest
-from scalerl.rollout.servers.sglang.cpu_shim import shim_environment
+from scalerl.rollout.servers.engines.base import Call, Command, Engine, Launch, check_context_length
+from scalerl.rollout.servers.requests import FLATTENED, GenerateRequest
 from scalerl.rollout.servers.sglang.placement_arguments import (
     LATENT,
     MIXTURES,
@@ -29,19 +28,13 @@ from scalerl.rollout.servers.sglang.placement_arguments import (
     plain_runner,
     unknown_places,
 )
-from scalerl.rollout.servers.sglang.plugin import ATTENTION_BACKEND, PLUGIN
-from scalerl.rollout.servers.wire import FLATTENED
 
 if TYPE_CHECKING:
-    import torch
-
     from scalerl.models import ModelShape
-    from scalerl.rollout.servers.checksums import ExpectedChecksums
+    from scalerl.rollout.servers.buckets import Bucket
+    from scalerl.rollout.servers.checksums import Placement
     from scalerl.rollout.servers.requests import Slot
-    from scalerl.rollout.servers.weights import Bucket
 
-# Share of the machine's memory for weights and KV cache, an upper bound; max_total_tokens limits the cache in practice.
-CPU_MEM_FRACTION_STATIC = 0.5
 # Least share of a GPU's free memory for weights and KV cache where the number of tokens is given. SGLang takes what the
 # share leaves if that is less, which with the share of the plan would be so beside a trainer that holds a little more.
 GIVEN_CACHE_FRACTION = 0.95
@@ -49,7 +42,7 @@ GIVEN_CACHE_FRACTION = 0.95
 PROMPT_SLACK, RESPONSE_SLACK = 6, 2
 CONTEXT_SLACK = PROMPT_SLACK + RESPONSE_SLACK
 # Loader that reads buckets from memory which the trainer's ranks write.
-MAPPED_LOADER = "scalerl.rollout.servers.mapped.load_mapped"
+MAPPED_LOADER = "scalerl.rollout.servers.buckets.load_mapped"
 # Keys without which SGLang does not start; DeepSeek's own config.json has them, one that transformers writes does not.
 LATENT_CONFIG = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 # With what SGLang on a GPU keeps experts as they are loaded, so that their checksums are known, beside the kernels of
@@ -96,9 +89,10 @@ class SGLangEngine(Engine):
         if launch.openai_name is not None:
             arguments |= {"stream_interval": 1, "sampling_defaults": "model", "served_model_name": launch.openai_name}
         env = sglang_environment(launch.device, releases_memory=launch.releases_memory)
+        changes = _latent_changes(launch.model_path)
         if on_cpu:
-            arguments |= _cpu_arguments(config, launch.max_model_len)
-            env |= _cpu_environment(config.tensor_model_parallel_size)
+            cpu_arguments, cpu_env, cpu_changes = _on_cpu(launch)
+            arguments, env, changes = arguments | cpu_arguments, env | cpu_env, changes | cpu_changes
         else:
             env |= toolkit_environment()
             arguments["mem_fraction_static"] = _memory_fraction(config)
@@ -117,7 +111,6 @@ class SGLangEngine(Engine):
             }
             # Otherwise SGLang asks the network which of the node's addresses others can reach.
             env["SGLANG_HOST_IP"] = launch.host
-        changes = _latent_changes(launch.model_path, on_cpu)
         if launch.synced and weight_block(read_config(launch.model_path)) is not None:
             # Trainers send weights that are not quantized, so the server's are as they would be without.
             changes["quantization_config"] = None
@@ -135,13 +128,13 @@ class SGLangEngine(Engine):
     def num_ranks(self, tp_size: int) -> int:
         return tp_size
 
-    def generate_body(self, request: GenerateRequest, slots: Sequence[Slot]) -> dict[str, Any]:
-        body = super().generate_body(request, slots)
-        if not request.progress:
-            # SGLang computes the prompt of n equal samples once.
-            body["input_ids"] = request.input_ids
-            body["sampling_params"] = self.sampling_params(request, slots[0]) | {"n": len(slots)}
-        return body
+    def generate(self, request: GenerateRequest, slots: Sequence[Slot]) -> Call:
+        call = super().generate(request, slots)
+        if request.progress:
+            return call
+        # SGLang computes the prompt of n equal samples once.
+        sampling = self.sampling_params(request, slots[0]) | {"n": len(slots)}
+        return replace(call, body={**(call.body or {}), "input_ids": request.input_ids, "sampling_params": sampling})
 
     def sampling_params(self, request: GenerateRequest, slot: Slot) -> dict[str, Any]:
         return super().sampling_params(request, slot) | {"skip_special_tokens": False}
@@ -152,39 +145,28 @@ class SGLangEngine(Engine):
         A bucket in mapped memory is not copied. The memory is freed when the server has read it; on a CPU, if it never
         does, when this process ends.
         """
-        from scalerl.rollout.servers.weights import flattened_text
+        from scalerl.rollout.servers.buckets import flattened_text
 
         return flattened_text(bucket.named) if bucket.shared is None else bucket.shared.serialize()
 
-    def update_weights(
-        self, blobs: Sequence[str], *, flush_cache: bool, policy_version: int | None, is_mapped: bool
-    ) -> Call:
-        call = super().update_weights(
-            blobs, flush_cache=flush_cache, policy_version=policy_version, is_mapped=is_mapped
-        )
+    def update_weights(self, blobs: Sequence[str], *, policy_version: int | None, is_mapped: bool) -> Call:
+        call = super().update_weights(blobs, policy_version=policy_version, is_mapped=is_mapped)
         return replace(call, body={**(call.body or {}), "load_format": MAPPED_LOADER if is_mapped else FLATTENED})
 
     def cache_size(self) -> Call:
         return Call("/server_info", method="GET")
 
-    def read_cache_size(self, answer: Any) -> CacheSize | None:
+    def read_cache_size(self, answer: Any) -> tuple[int, int] | None:
         num_tokens = answer.get("max_total_num_tokens")
-        return None if num_tokens is None else CacheSize(num_tokens, answer.get("page_size") or 1)
+        return None if num_tokens is None else (num_tokens, answer.get("page_size") or 1)
 
-    def expected_checksums(
-        self,
-        model_config: Mapping[str, Any],
-        tp_size: int,
-        dtype: torch.dtype | None = None,
-        ranks: Collection[int] | None = None,
-        *,
-        engine_kwargs: Mapping[str, Any] | None = None,
-    ) -> ExpectedChecksums:
-        from scalerl.rollout.servers.checksums import ExpectedChecksums
+    def placement(
+        self, model_config: Mapping[str, Any], tp_size: int, engine_kwargs: Mapping[str, Any] | None
+    ) -> Placement:
         from scalerl.rollout.servers.sglang.placement import SGLangPlacement
 
         experts = expert_parallel(_own_arguments(engine_kwargs or {}), tp_size)
-        return ExpectedChecksums(SGLangPlacement(model_config, tp_size, experts), dtype, ranks)
+        return SGLangPlacement(model_config, tp_size, experts)
 
     def has_whole_shared_experts(self, config: ServerConfig) -> bool:
         own, tp_size = _own_arguments(config.engine_kwargs), config.tensor_model_parallel_size
@@ -235,26 +217,23 @@ def _own_arguments(engine_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return engine_kwargs.get(SGLangEngine.name) or {}
 
 
-def _latent_changes(model_path: str, on_cpu: bool) -> dict[str, Any]:
+def _latent_changes(model_path: str) -> dict[str, Any]:
     """Changes of config.json with which SGLang serves a model with latent attention; {} for any other."""
     try:
         config = read_config(model_path)
     except ValueError:
         # The server will report what is wrong with the directory.
         return {}
-    if config.get("model_type") not in LATENT:
-        return {}
-    changes = {key: value for key, value in LATENT_CONFIG.items() if key not in config}
-    rope = rope_entries(config)
-    if on_cpu and (rope.get("rope_type") or rope.get("type") or "default") == "default":
-        # The only rotary embedding that SGLang has there is yarn; with the factor 1 it is the plain one.
-        changes["rope_parameters"] = {
-            "rope_type": "yarn",
-            "rope_theta": rope.get("rope_theta") or config.get("rope_theta") or 10_000.0,
-            "factor": 1.0,
-            "original_max_position_embeddings": max_positions(config),
-        }
-    return changes
+    is_latent = config.get("model_type") in LATENT
+    return {key: value for key, value in LATENT_CONFIG.items() if is_latent and key not in config}
+
+
+def _on_cpu(launch: Launch) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+    """What a server without a GPU needs: arguments, environment variables and changes of config.json."""
+    on_cpu = extra("sglang_on_cpu")
+    if on_cpu is None:
+        raise UserError("SGLang on a CPU needs scalerl.extras, which is not installed; use the engine embedded")
+    return on_cpu(launch, launch.max_model_len + CONTEXT_SLACK)
 
 
 def _memory_fraction(config: ServerConfig) -> float:
@@ -314,34 +293,6 @@ def _expert_parallel_violations(
             f"for each rank) do not divide the server's {tp_size} ranks (tensor_model_parallel_size) and the model's "
             f"{shape.num_experts} experts; set ep_size to one of {divisors_text(math.gcd(tp_size, shape.num_experts))}"
         )
-
-
-def _cpu_arguments(config: ServerConfig, max_model_len: int) -> dict[str, Any]:
-    return {
-        "device": "cpu",
-        "attention_backend": ATTENTION_BACKEND,
-        "sampling_backend": "pytorch",
-        # Overlap hides host work behind the device's, but here both use the same cores.
-        "disable_overlap_schedule": True,
-        # Otherwise an idle scheduler polls without pause, which takes half a core from the trainer. With several ranks
-        # the others would still poll.
-        "sleep_on_idle": config.tensor_model_parallel_size == 1,
-        "mem_fraction_static": CPU_MEM_FRACTION_STATIC,
-        "max_total_tokens": config.max_num_seqs * (max_model_len + CONTEXT_SLACK),
-    }
-
-
-def _cpu_environment(tp_size: int) -> dict[str, str]:
-    # The machine may have a GPU that is not to be used.
-    env = {"CUDA_VISIBLE_DEVICES": ""} | shim_environment()
-    if allowed := os.environ.get("SGLANG_PLUGINS"):
-        # The user's list of plugins that SGLang may load; it needs the attention backend's too.
-        env["SGLANG_PLUGINS"] = f"{allowed},{PLUGIN}"
-    if tp_size > 1:
-        # One core per rank; otherwise SGLang needs a NUMA node for each.
-        cores = sorted(os.sched_getaffinity(0))
-        env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(tp_size))
-    return env
 
 
 def _flags(arguments: dict[str, Any]) -> list[str]:

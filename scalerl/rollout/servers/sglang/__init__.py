@@ -1,1 +1,1 @@
-"""Code that runs inside an SGLang server's processes, and the stand-ins with which it runs on a CPU."""
+"""Code that runs inside an SGLang server's processes, and where such a server stores tensors."""

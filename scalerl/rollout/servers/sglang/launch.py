@@ -6,8 +6,6 @@ Its arguments are those of `sglang.launch_server`, where a key would be on the c
 from __future__ import annotations
 
 import contextlib
-import gc
-import multiprocessing
 import os
 import re
 import socket
@@ -25,26 +23,12 @@ from scalerl.rollout.servers.supervise import SERVER_ID
 
 # What SGLang raises for arguments that its parser takes, and that it refuses once it compares them.
 REFUSALS = (ValueError, TypeError, AssertionError, ArithmeticError, NotImplementedError)
-# Variable in the environment of a server without a GPU (`cpu_shim`).
-ON_CPU = "SGLANG_USE_CPU_ENGINE"
 # Argument of a server that people ask.
 SERVED_NAME = "--served-model-name"
 # Of a malformed request, those that are named.
 MOST_ERRORS = 3
 LISTEN_TIMEOUT_S = 120.0
 POLL_INTERVAL_S = 0.1
-
-
-def fork_its_processes() -> None:
-    """Makes SGLang's scheduler and detokenizer forks of this process, which has imported all that they need.
-
-    SGLang spawns processes that import it anew, as CUDA needs; on a CPU that is 15 of the 24 seconds of processor time
-    of a start. No other thread runs when they are forked.
-    """
-    set_start_method = multiprocessing.set_start_method
-    multiprocessing.set_start_method = lambda method, force=False: set_start_method("fork", force=force)
-    # Otherwise the first garbage collection of each would copy every page that they share.
-    os.register_at_fork(before=gc.freeze)
 
 
 def freeze_garbage_once_it_listens() -> None:
@@ -170,8 +154,6 @@ def main() -> None:
         say_what_is_wrong_with_a_request()
     if SERVER_ID in os.environ:
         name_shared_memory(os.environ[SERVER_ID])
-    if ON_CPU in os.environ:
-        fork_its_processes()
     try:
         run_server(arguments)
     finally:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from scalerl.models import FAMILIES
-from scalerl.rollout.servers.checksums import TensorPlace
+from scalerl.rollout.servers.checksums import Placement, TensorPlace
 from scalerl.rollout.servers.sglang.placement_arguments import LATENT, MIXTURES, ExpertParallel
 
 # sglang.srt.layers.vocab_parallel_embedding.DEFAULT_VOCAB_PADDING_SIZE
@@ -43,8 +43,8 @@ _NAME = re.compile(r"^(?P<prefix>.*?)(?P<module>[a-z_]+)\.(?P<leaf>weight|bias|e
 _EXPERT_NAME = re.compile(r"^(?P<prefix>.*\.experts\.)(?P<expert>\d+)\.(?P<part>[a-z0-9_]+)\.weight$")
 
 
-class SGLangPlacement:
-    """The `checksums.Placement` of an SGLang server."""
+class SGLangPlacement(Placement):
+    """The places in an SGLang server."""
 
     def __init__(self, model_config: Mapping[str, Any], num_ranks: int, experts: ExpertParallel | None = None) -> None:
         """Reads the placement from model_config, the model's config.json.

@@ -19,7 +19,7 @@ from scalerl.rollout.servers.update_group import (
     open_store,
     pack_bytes,
 )
-from scalerl.rollout.sync.session import Export, Feed, SyncSession, wait_all
+from scalerl.rollout.sync.session import Export, Feed, SyncSession, Transport, wait_all
 
 # How much longer a group's limit is than that of the request it serves: else NCCL's watchdog may end this rank when the
 # request to a server that hangs is given up.
@@ -29,14 +29,12 @@ _counter = itertools.count()
 Described = tuple[str, str, list[int]]
 
 
-class BroadcastTransport:
+class BroadcastTransport(Transport):
     """Weights by broadcast: each server has a process group with its lead, so that a lost one takes no other with it.
 
     The leads, far apart in the world, have every bucket and send at the same time; the other ranks have none. While one
     bucket is sent the next one is gathered.
     """
-
-    has_session = True
 
     def __init__(self, export: Export, *, backend: str, timeout_s: float) -> None:
         """Begins without groups.  backend: nccl | gloo.  timeout_s: of joining a group, and of one broadcast."""
@@ -90,8 +88,10 @@ class BroadcastTransport:
             session.call,
             feed,
             None,
-            lambda client: client.join_update_group(
-                address, store.port, rank_offset=SENDER + 1, world_size=size, group_name=name, backend=self.backend
+            lambda client: client.ask(
+                client.engine.join_update_group(
+                    address, store.port, rank_offset=SENDER + 1, world_size=size, group_name=name, backend=self.backend
+                )
             ),
         )
         here = threads.submit(
@@ -122,8 +122,8 @@ class BroadcastTransport:
             session.call,
             feed,
             "bucket",
-            lambda client: client.update_weights_from_group(
-                layout, group_name=name, flush_cache=True, policy_version=session.policy_version
+            lambda client: client.ask(
+                client.engine.update_weights_from_group(layout, group_name=name, policy_version=session.policy_version)
             ),
         )
         here = threads.submit(broadcast, flat, group)

@@ -18,8 +18,8 @@ from scalerl.base.files import NO_ROOM
 from scalerl.errors import UserError
 from scalerl.merge.writer import SafetensorsFile, TensorSpec, file_name, write_safetensors_index
 from scalerl.models import copy_beside_weights
-from scalerl.rollout.servers.weights import NamedTensors
-from scalerl.rollout.sync.session import Export, SyncSession
+from scalerl.rollout.servers.buckets import NamedTensors
+from scalerl.rollout.sync.session import Export, SyncSession, Transport
 
 DIRECTORY_KEY = "actor_rollout_ref.rollout.weight_transport_dir"
 PREFIX = "weights-of-version-"
@@ -34,7 +34,7 @@ class WeightFilesError(UserError, RuntimeError):
     """Raised when the weights could not be written; no server has been asked to load anything."""
 
 
-class DiskTransport:
+class DiskTransport(Transport):
     """Weights as a Hugging Face model on disk: it gets its name once it is complete, then servers load it.
 
     Buckets are dealt over the ranks, each writes its own. The directory (`weight_directory`) keeps the newest model.
@@ -71,9 +71,6 @@ class DiskTransport:
         if _is_first():
             self._remove_all_but(target)
         return num_bytes, len(buckets)
-
-    def forget(self, index: int) -> None:
-        """Does nothing: this transport keeps nothing of a server."""
 
     def _begin(self, policy_version: int, num_bytes: int) -> Path:
         """Makes room and returns where the weights will be; collective. Raises WeightFilesError without room."""

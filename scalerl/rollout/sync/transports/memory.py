@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,19 +12,16 @@ import torch.distributed as dist
 from scalerl.parallel.engine import MegatronEngine
 from scalerl.parallel.export import BucketWriter
 from scalerl.parallel.offload import PARAMS
+from scalerl.rollout.servers.buckets import Bucket, BucketPlace, MappedBytes, flat_layout
 from scalerl.rollout.servers.engines import ENGINES
-from scalerl.rollout.servers.mapped import BucketPlace, MappedBytes
-from scalerl.rollout.servers.weights import Bucket, flat_layout
-from scalerl.rollout.sync.session import Export, Feed, SyncSession, wait_all
+from scalerl.rollout.sync.session import Export, Feed, SyncSession, Transport, wait_all
 
 
-class GatheredTransport:
+class GatheredTransport(Transport):
     """Weights by the memory of each device: on GPUs (CUDA IPC), and where trainer ranks are on several machines.
 
     While servers load one bucket the next one is gathered.
     """
-
-    has_session = True
 
     def __init__(self, export: Export) -> None:
         self.export = export
@@ -43,82 +38,32 @@ class GatheredTransport:
                 wait_all(sending)
                 bucket = Bucket(named)
                 num_bytes, num_buckets = num_bytes + bucket.num_bytes, num_buckets + 1
-                parts = [(feed, *_serialized(bucket, feed, session.rank)) for feed in mine]
+                parts = [(feed, _serialized(bucket, feed, session.rank)) for feed in mine]
                 sending = [thread.submit(self._send, session, *part) for part in parts]
                 session.hash(named)
             wait_all(sending)
         return num_bytes, num_buckets
 
-    def _send(self, session: SyncSession, feed: Feed, blobs: dict[int, str], is_mapped: bool) -> None:
+    def _send(self, session: SyncSession, feed: Feed, blobs: dict[int, str]) -> None:
         """Sends one bucket to one server; collective over the feed's ranks.  blobs: of this rank, by engine rank."""
         blobs = feed.gather(blobs)
         if feed.lead == session.rank:
-            load_blobs(session, feed, [blobs[rank] for rank in range(feed.replica.tp_size)], is_mapped=is_mapped)
+            load_blobs(session, feed, [blobs[rank] for rank in range(feed.replica.tp_size)])
         # The bucket's memory must live until every engine rank has copied it.
         feed.wait()
 
-    def forget(self, index: int) -> None:
-        """Does nothing: this transport keeps nothing of a server."""
 
-
-def _serialized(bucket: Bucket, feed: Feed, rank: int) -> tuple[dict[int, str], bool]:
-    """Serializes the bucket for each engine rank that this rank feeds; also returns whether they map its memory."""
+def _serialized(bucket: Bucket, feed: Feed, rank: int) -> dict[int, str]:
+    """Serializes the bucket for each engine rank that this rank feeds."""
     engine = ENGINES[feed.replica.engine]
-    return {number: engine.serialize(bucket) for number in feed.engine_ranks(rank)}, bucket.is_mapped
+    return {number: engine.serialize(bucket) for number in feed.engine_ranks(rank)}
 
 
-class SharedTransport:
-    """Weights by memory of one machine: each byte is copied twice, by trainer and server, whatever the layout."""
+class SharedTransport(Transport):
+    """Weights by memory of one machine: each byte is copied twice, by trainer and server, whatever the layout.
 
-    has_session = True
-
-    def __init__(self, buckets: NodeBuckets) -> None:
-        self.buckets = buckets
-
-    def send(self, session: SyncSession) -> tuple[int, int]:
-        """Sends all buckets: while the ranks write one, servers load and leads hash the one before."""
-        num_bytes = 0
-        pending: list[Future] = []
-        num_threads = max(1, len(session.led_feeds) + len(session.expected))
-        with self.buckets.room(session.bucket_bytes), ThreadPoolExecutor(num_threads) as threads:
-            for number in range(len(self.buckets)):
-                bucket = self.buckets.write(number)
-                num_bytes += bucket.num_bytes
-                wait_all(pending)
-                # Now this bucket is whole, and nobody reads from where the next one goes.
-                dist.barrier()
-                pending = [threads.submit(load_bucket, session, feed, bucket) for feed in session.led_feeds]
-                pending += [threads.submit(checksums.add, bucket.named) for checksums in session.expected.values()]
-            wait_all(pending)
-        return num_bytes, len(self.buckets)
-
-    def forget(self, index: int) -> None:
-        """Does nothing: this transport keeps nothing of a server."""
-
-
-def load_bucket(session: SyncSession, feed: Feed, bucket: Bucket) -> None:
-    engine = ENGINES[feed.replica.engine]
-    blobs = [engine.serialize(bucket) for _ in range(feed.replica.tp_size)]
-    load_blobs(session, feed, blobs, is_mapped=bucket.is_mapped)
-
-
-def load_blobs(session: SyncSession, feed: Feed, blobs: list[str], *, is_mapped: bool) -> None:
-    """Has one server load a bucket. blobs: one per engine rank.  is_mapped: as `Bucket.is_mapped`."""
-    # Cached prefixes were computed with the old weights. SGLang's /flush_cache would also collect garbage, up to a
-    # second of every step on a CPU.
-    session.call(
-        feed,
-        "bucket",
-        lambda client: client.update_weights(
-            blobs, flush_cache=True, policy_version=session.policy_version, is_mapped=is_mapped
-        ),
-    )
-
-
-class NodeBuckets:
-    """Memory of one machine into which every rank copies the weights it holds, so that each byte is copied once.
-
-    It has room for two buckets: servers read one while the ranks write the other. It is kept from sync to sync.
+    Every rank copies the weights that it holds into the memory, which has room for two buckets: servers read one while
+    the ranks write the other. It is kept from sync to sync.
     """
 
     def __init__(self, engine: MegatronEngine, bucket_bytes: int) -> None:
@@ -141,32 +86,60 @@ class NodeBuckets:
         dist.all_gather_object(by_rank, (on_cpu, _process_numbers()))
         return on_cpu and by_rank[0][1] is not None and len(set(by_rank)) == 1
 
-    def __len__(self) -> int:
+    def send(self, session: SyncSession) -> tuple[int, int]:
+        """Sends all buckets: while the ranks write one, servers load and leads hash the one before."""
+        num_bytes = 0
+        pending: list[Future] = []
+        self.make_room(session.bucket_bytes)
+        with ThreadPoolExecutor(max(1, len(session.led_feeds) + len(session.expected))) as threads:
+            for number in range(self.num_buckets):
+                bucket = self.write(number)
+                num_bytes += bucket.num_bytes
+                wait_all(pending)
+                # Now this bucket is whole, and nobody reads from where the next one goes.
+                dist.barrier()
+                pending = [threads.submit(load_bucket, session, feed, bucket) for feed in session.led_feeds]
+                pending += [threads.submit(checksums.add, bucket.named) for checksums in session.expected.values()]
+            wait_all(pending)
+        return num_bytes, self.num_buckets
+
+    @property
+    def num_buckets(self) -> int:
         return len(self.entries)
 
-    @contextlib.contextmanager
-    def room(self, bucket_bytes: int | None = None) -> Iterator[None]:
-        """Collective: the memory that `write` needs exists inside the block.
-
-        bucket_bytes: the same on all ranks; None: as before.
-        """
+    def make_room(self, bucket_bytes: int) -> None:
+        """Collective: makes the memory that `write` needs.  bucket_bytes: the same on all ranks."""
         self.engine.require_on_device(PARAMS, work="the export of weights", reads=True)
-        if bucket_bytes not in (None, self.bucket_bytes):
+        if bucket_bytes != self.bucket_bytes:
             self._plan(bucket_bytes)
-        num_bytes = self.largest * min(2, len(self))
+        num_bytes = self.largest * min(2, self.num_buckets)
         if self.memory is None or self.memory.flat.numel() != num_bytes:
             # The old memory is freed before the new is allocated.
             self.memory = None
             self.memory = _mapped_by_all(num_bytes)
-        yield
 
     def write(self, number: int) -> Bucket:
         """Writes this rank's part of a bucket, over the bucket before the last; whole once every rank has written."""
-        assert self.memory is not None, "write outside of room()"
+        assert self.memory is not None, "no room was made"
         offset = number % 2 * self.largest
         named = self.memory.views(self.entries[number], offset)
         self.writer.write(number, dict(named))
         return Bucket(named, BucketPlace(self.memory, offset, self.entries[number]))
+
+
+def load_bucket(session: SyncSession, feed: Feed, bucket: Bucket) -> None:
+    engine = ENGINES[feed.replica.engine]
+    blobs = [engine.serialize(bucket) for _ in range(feed.replica.tp_size)]
+    load_blobs(session, feed, blobs, is_mapped=bucket.is_mapped)
+
+
+def load_blobs(session: SyncSession, feed: Feed, blobs: list[str], *, is_mapped: bool = False) -> None:
+    """Has one server load a bucket. blobs: one per engine rank.  is_mapped: as `Bucket.is_mapped`."""
+    session.call(
+        feed,
+        "bucket",
+        lambda client: client.update_weights(blobs, policy_version=session.policy_version, is_mapped=is_mapped),
+    )
 
 
 def _process_numbers() -> tuple[str, int] | None:

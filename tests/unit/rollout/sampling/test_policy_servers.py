@@ -11,12 +11,11 @@ import pytest
 
 from scalerl.config.schema import RolloutConfig
 from scalerl.rollout.sampling.policy_servers import PolicyServers
+from scalerl.rollout.servers.client import Replica
 from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.servers.recovery import LostServer
-from scalerl.rollout.servers.replica import Replica
 from scalerl.rollout.servers.server_set import ServerSet
-from scalerl.rollout.sync.order import Step, SyncOrder, WrongOrderError
-from scalerl.rollout.sync.session import RankReport
+from scalerl.rollout.sync.session import RankReport, Step, SyncOrder, WrongOrderError
 
 
 class Ranks:
@@ -95,7 +94,7 @@ def policy_servers(ranks: Any, num_servers: int = 2) -> PolicyServers:
     servers = PolicyServers.__new__(PolicyServers)
     servers.rollout, servers.pool = RolloutConfig(free_cache_engine=False), SimpleNamespace(device="cpu")  # type: ignore[assignment]
     servers.config, servers.num_syncs, servers.policy_version, servers.metrics = SimpleNamespace(), 0, 0, {}  # type: ignore[assignment]
-    servers._server_set, servers.workers = Servers(num_servers, servers.rollout), ranks
+    servers.server_set, servers.workers = Servers(num_servers, servers.rollout), ranks
     servers.rollout_workers = Noted(ranks.asked) if isinstance(ranks, Ranks) else ranks
     servers.orders = {index: servers._new_order(index) for index in range(num_servers)}
     return servers
@@ -173,16 +172,16 @@ def test_no_server_continues_its_samples_while_the_weights_of_one_are_undefined(
         servers.resume_interrupted()
 
 
-def test_a_server_is_drained_from_the_request_that_interrupts_it_on() -> None:
+def test_a_server_is_drained_from_the_request_that_interrupts_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it fails in it: what it generates then is not known."""
     servers = policy_servers(Ranks())
     servers.mark_serving()
 
-    def pause() -> dict[int, str]:
+    def pause(clients: object) -> dict[int, str]:
         assert not any(order.serving for order in servers.orders.values())
         return {1: "it does not answer"}
 
-    servers.server_set.pause = pause
+    monkeypatch.setattr("scalerl.rollout.sampling.policy_servers.pause", pause)
     assert servers.pause() == {1: "it does not answer"}
 
 

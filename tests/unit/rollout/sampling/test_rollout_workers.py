@@ -24,12 +24,12 @@ from scalerl.cluster.batch import HeldRows, PlacedBatch, TokenColumn
 from scalerl.rollout.sampling.dump import even_ranges
 from scalerl.rollout.sampling.groups import EarlyEnd, EarlyEndCount, GroupScores, SampleGroup
 from scalerl.rollout.sampling.held_batches import DUMPED_COLUMNS
+from scalerl.rollout.sampling.rollout import Finished, merged
 from scalerl.rollout.sampling.rollout_workers import (
     MAX_DUMP_FILES,
     RANKS_PER_CALL,
     RolloutWorkers,
     default_num_workers,
-    merged,
     share_servers,
 )
 from scalerl.rollout.sampling.worker import GeneratedBatch, RolloutWorker
@@ -97,7 +97,7 @@ class Here(RolloutWorkers):
         self.waits.append((what, len(calls)))
         return calls
 
-    def generate(self, groups: list[SampleGroup], finished: set[int], batch_id: int) -> tuple[GeneratedBatch, HeldRows]:
+    def generate(self, groups: list[SampleGroup], finished: set[int], batch_id: int) -> Finished:
         made = {}
         for worker, mine in self.dealt(groups).items():
             whole = [group for group in mine if group.uid in finished]
@@ -107,7 +107,7 @@ class Here(RolloutWorkers):
             self.handles[worker].batches[batch_id] = list(names)
             left = [group for group in mine if group.uid not in finished]
             samples = {"uid": uids, "name": names}
-            made[worker] = GeneratedBatch(batch_id, samples, 0.0, float(worker), 1, [], left)
+            made[worker] = GeneratedBatch(batch_id, samples, float(worker), 1, [], left)
         return merged(groups, made)
 
 
@@ -127,10 +127,11 @@ def test_any_number_of_workers_gives_the_rows_of_one(
     for num_workers in {1, data.draw(st.integers(1, num_servers)), num_servers}:
         workers, batches, seen = Here(num_servers, num_workers), [], []
         for number, (groups, finished) in enumerate(rounds):
-            generated, held = workers.generate(groups, finished, number)
+            result = workers.generate(groups, finished, number)
+            held = result.samples
             assert workers.texts(held, range(len(held)), "train", True) == held.samples["name"].tolist()
             assert len(held) == 0 or held.samples["uid"].dtype == np.int64
-            seen.append((held.samples["name"].tolist(), generated.unfinished))
+            seen.append((held.samples["name"].tolist(), result.unfinished))
             batches.append((held, [row for row in range(len(held)) if row % 3]))
         joined = workers.join(batches)
         names = joined.samples["name"].tolist()
@@ -145,8 +146,8 @@ def test_any_number_of_workers_gives_the_rows_of_one(
 def test_workers_are_asked_side_by_side() -> None:
     """Each call of all four is made before one is waited for."""
     workers, groups = Here(8, 4), [SampleGroup(uid, 5, position) for position, uid in enumerate(range(100, 116))]
-    _, first = workers.generate(groups, {group.uid for group in groups}, 1)
-    _, second = workers.generate(groups, {group.uid for group in groups}, 2)
+    first = workers.generate(groups, {group.uid for group in groups}, 1).samples
+    second = workers.generate(groups, {group.uid for group in groups}, 2).samples
     # Rows of the second round from one worker alone: the batches of the others go.
     joined = workers.join([(first, range(32)), (second, [0, 1])])
     workers.texts(joined, range(34), "train", True)

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
+from scalerl.rollout.servers.client import Replica
 from scalerl.rollout.servers.connection import KEY_VARIABLE, authorization, is_authorized, new_key, take_key
-from scalerl.rollout.servers.replica import Replica
 
 
 def test_only_the_key_opens() -> None:

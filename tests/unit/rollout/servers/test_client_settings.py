@@ -8,9 +8,8 @@ from pathlib import Path
 
 import scalerl
 from scalerl.config.schema import RolloutConfig
-from scalerl.rollout.servers.client import RolloutClient
+from scalerl.rollout.servers.client import ClientSettings, Replica, RolloutClient
 from scalerl.rollout.servers.purpose import POLICY
-from scalerl.rollout.servers.replica import ClientSettings, Replica
 
 PACKAGE = Path(scalerl.__file__).parent
 
@@ -30,7 +29,7 @@ def test_only_the_settings_make_clients() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == "RolloutClient"
     }
-    assert makers == {"rollout/servers/replica.py"}
+    assert makers == {"rollout/servers/client.py"}
 
 
 def test_the_defaults_of_direct_use_are_the_configurations() -> None:

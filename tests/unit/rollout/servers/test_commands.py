@@ -16,13 +16,13 @@ import torch
 from scalerl.base.files import GIB
 from scalerl.config.schema import RolloutConfig
 from scalerl.extras.plan.servers import server_bytes
+from scalerl.extras.sglang_cpu.plugin import ATTENTION_BACKEND, PLUGIN, register
+from scalerl.extras.sglang_cpu.server import STAND_INS, import_environment
 from scalerl.models import ModelShape
 from scalerl.rollout.servers.engines import ENGINES, Command, Launch
 from scalerl.rollout.servers.engines.base import check_context_length
 from scalerl.rollout.servers.engines.sglang import CONTEXT_SLACK, PLAIN_EXPERTS_ENVIRONMENT
-from scalerl.rollout.servers.sglang.cpu_shim import SHIM_DIR, shim_environment
 from scalerl.rollout.servers.sglang.placement_arguments import MIXTURES, PLAIN_RUNNERS
-from scalerl.rollout.servers.sglang.plugin import ATTENTION_BACKEND, PLUGIN, register
 from tests.lanes import full
 from tests.model_configs import model_directory, read_config
 
@@ -261,26 +261,26 @@ def test_the_supervisor_imports_the_standard_library_only() -> None:
     assert heavy.strip() == "[]"
 
 
-def test_the_cpu_shim_is_only_where_a_server_without_a_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stand_ins_are_only_where_a_server_without_a_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
         assert importlib.util.find_spec("sgl_kernel") is None
     monkeypatch.setenv("PYTHONPATH", "mine")
     _, env = sglang_command(RolloutConfig(), "cpu")
-    shim, *others = env["PYTHONPATH"].split(os.pathsep)
-    assert env["SGLANG_USE_CPU_ENGINE"] == "1" and Path(shim, "sgl_kernel").exists() and others == ["mine"]
+    stand_ins, *others = env["PYTHONPATH"].split(os.pathsep)
+    assert env["SGLANG_USE_CPU_ENGINE"] == "1" and Path(stand_ins, "sgl_kernel").exists() and others == ["mine"]
     _, env = sglang_command(RolloutConfig(), "cuda")
     assert not {"SGLANG_USE_CPU_ENGINE", "PYTHONPATH"} & env.keys()
 
 
 def test_a_server_without_a_gpu_does_not_import_megatron() -> None:
     program = "try:\n    from megatron.core import parallel_state\nexcept ImportError as error:\n    print(error)"
-    env = os.environ | shim_environment()
+    env = os.environ | import_environment()
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=env).stdout
     assert "a rollout server has no trainer" in output
 
 
-def test_sglang_finds_the_plugin_beside_the_cpu_shim(monkeypatch: pytest.MonkeyPatch) -> None:
-    (distribution,) = importlib.metadata.distributions(path=[SHIM_DIR])
+def test_sglang_finds_the_plugin_among_the_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    (distribution,) = importlib.metadata.distributions(path=[STAND_INS])
     (entry_point,) = distribution.entry_points.select(group="sglang.srt.plugins")
     assert (entry_point.name, entry_point.load()) == (PLUGIN, register)
     # A user's list of what SGLang may load does not take the attention backend away.

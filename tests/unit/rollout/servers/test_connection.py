@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Iterator
@@ -52,9 +53,9 @@ def proxied(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("proxied")
 def test_no_proxy_is_between(url: str) -> None:
     client = RolloutClient(url, "sglang", key="key", max_model_len=64)
-    assert client.healthy()
+    assert asyncio.run(client.is_well())
     client.flush_cache(wait_s=5)
-    assert asked == [("GET", client.engine.ready_path, b""), ("POST", "/flush_cache?timeout=5", b"{}")]
+    assert asked == [("GET", "/server_info", b""), ("POST", "/flush_cache?timeout=5", b"{}")]
 
 
 def test_refused_and_gone_are_errors_that_name_the_server(url: str) -> None:

@@ -21,7 +21,7 @@ from scalerl.rollout.servers.sglang.placement_arguments import (
     plain_runner,
     unknown_places,
 )
-from scalerl.rollout.servers.weights import expected_checksums
+from tests.served_weights import expected_checksums
 from tests.tiny_models import make_tiny_model
 
 

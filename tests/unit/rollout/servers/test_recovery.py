@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
+from scalerl.rollout.servers.client import ClientSettings, Replica
 from scalerl.rollout.servers.purpose import JUDGE
-from scalerl.rollout.servers.recovery import GenerationRecovery, LostServer, Replacements
-from scalerl.rollout.servers.replica import ClientSettings, Replica
-from scalerl.rollout.servers.requests import GenerateRequest, RolloutError, SamplingParams
+from scalerl.rollout.servers.recovery import LostServer, Replacements
+from scalerl.rollout.servers.requests import RolloutError
 
 
 def replica(name: str) -> Replica:
@@ -31,14 +31,14 @@ def test_a_loss_is_told_once_and_waited_for_by_all() -> None:
     async def run() -> None:
         places = replacements("old", "other")
         old, other = places.clients
-        waiting = [asyncio.create_task(places.successor(0, old, RolloutError(f"error {i}"))) for i in range(2)]
+        waiting = [asyncio.create_task(places.successor(old, RolloutError(f"error {i}"))) for i in range(2)]
         assert await places.next_lost() == [LostServer(0, "http://old", "error 0")]
         assert list(places.missing) == [0]
         places.put({0: replica("new")})
         new = places.clients[0]
         assert (new.url, new.max_model_len, new.timeout_s) == ("http://new", 8, 2.0)
         # It has no weights yet, and another generation that finds the old one gone waits too.
-        waiting.append(asyncio.create_task(places.successor(0, old, RolloutError("late"))))
+        waiting.append(asyncio.create_task(places.successor(old, RolloutError("late"))))
         await settle()
         assert not any(task.done() for task in waiting)
         await places.in_service([0])
@@ -46,10 +46,10 @@ def test_a_loss_is_told_once_and_waited_for_by_all() -> None:
         assert places.missing == {} and places.clients == [new, other]
         news = asyncio.create_task(places.next_lost())
         # Who comes when all is over gets the successor at once.
-        assert await places.successor(0, old, RolloutError("too late")) is new
+        assert await places.successor(old, RolloutError("too late")) is new
         await settle()
         assert not news.done()
-        waiting = [asyncio.create_task(places.successor(0, new, RolloutError("again")))]
+        waiting = [asyncio.create_task(places.successor(new, RolloutError("again")))]
         assert await news == [LostServer(0, "http://new", "again")]
         waiting[0].cancel()
 
@@ -60,7 +60,7 @@ def test_a_successor_that_is_lost_before_it_serves_is_replaced_before_anyone_goe
     async def run() -> None:
         places = replacements("old")
         (old,) = places.clients
-        waiting = asyncio.create_task(places.successor(0, old, RolloutError("error")))
+        waiting = asyncio.create_task(places.successor(old, RolloutError("error")))
         await places.next_lost()
         places.put({0: replica("first")})
         # The driver saw it die while it sent the weights.
@@ -71,20 +71,11 @@ def test_a_successor_that_is_lost_before_it_serves_is_replaced_before_anyone_goe
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("num_samples", [1, 4])
-def test_resubmitted_samples_are_counted(num_samples: int) -> None:
-    again = GenerationRecovery(replacements())
-    again.resubmitted(GenerateRequest(0, [1], num_samples, SamplingParams(1)))
-    again.resubmitted(GenerateRequest(1, [1], 2, SamplingParams(1)))
-    assert again.num_samples == num_samples + 2
-
-
 def test_a_generation_on_some_of_the_servers_waits_for_those() -> None:
     async def run() -> None:
         places = replacements("a", "b", "c")
         assert await places.serving() == [0, 1, 2]
-        recovery = GenerationRecovery(places, [0, 2])
-        waiting = asyncio.create_task(recovery.restarted(1, places.clients[2], RolloutError("error")))
+        waiting = asyncio.create_task(places.successor(places.clients[2], RolloutError("error")))
         assert [server.index for server in await places.next_lost()] == [2]
         assert await places.serving() == [0, 1]
         places.put({2: replica("d")})
@@ -97,7 +88,7 @@ def test_a_generation_on_some_of_the_servers_waits_for_those() -> None:
 def test_whoever_waits_learns_that_no_server_comes_back() -> None:
     async def run() -> None:
         places = replacements("a")
-        waiting = asyncio.create_task(places.successor(0, places.clients[0], RolloutError("error")))
+        waiting = asyncio.create_task(places.successor(places.clients[0], RolloutError("error")))
         await places.next_lost()
         nobody = asyncio.create_task(places.serving())
         await settle()

@@ -11,16 +11,19 @@ import pytest
 
 from scalerl.rollout.servers.engines import ENGINES
 from scalerl.rollout.servers.requests import (
+    EVENT_END,
+    LAST_EVENT,
     GenerateOutput,
     GenerateRequest,
     RolloutError,
     SamplingParams,
     ServerLostError,
     check_request,
+    output_of,
+    read_events,
     slots_of,
     unfinished_requests,
 )
-from scalerl.rollout.servers.wire import EVENT_END, LAST_EVENT, output_of, read_events
 
 REQUEST = GenerateRequest("p", [5, 6, 7], 3, SamplingParams(max_new_tokens=10), seeds=[70, 71, 72])
 
@@ -66,7 +69,7 @@ def test_the_rest_asks_for_the_tokens_that_remain_behind_those_it_has() -> None:
     (rest,) = unfinished_requests([REQUEST], [output(1, [8, 9]), output(2, [])])
     slots = slots_of(rest, max_model_len=100)
     assert [slot.room for slot in slots] == [8, 10]
-    body = ENGINES["embedded"].generate_body(rest, slots)
+    body = ENGINES["embedded"].generate(rest, slots).body
     assert body["input_ids"] == [[5, 6, 7, 8, 9], [5, 6, 7]]
     assert [(p["max_new_tokens"], p["sampling_seed"], p["sampling_position"]) for p in body["sampling_params"]] == [
         (8, 71, 2),

@@ -9,7 +9,7 @@ import pytest
 
 from scalerl.config.schema import RolloutConfig
 from scalerl.rollout.servers.engines import Launch
-from scalerl.rollout.servers.host import ServerHost, ServerSettings, server_seed
+from scalerl.rollout.servers.host import ServerHost, process_key, server_seed
 from scalerl.rollout.servers.process import RolloutServer
 from scalerl.rollout.servers.purpose import POLICY
 
@@ -41,7 +41,7 @@ def test_a_host_starts_its_server_with_the_seed_of_replica_step_and_restart(
 
     monkeypatch.setattr("scalerl.rollout.servers.host.start_on_free_port", not_started)
     launch = Launch("/models/m", RolloutConfig(seed=42), "cpu", 1024)
-    host = ServerHost(3, ServerSettings(launch, POLICY, True), log_dir=str(tmp_path), first_step=7)
+    host = ServerHost(3, launch, POLICY, single_node=True, log_dir=str(tmp_path), first_step=7)
     for _ in range(2):
         host.start()
     given = [int(command[command.index("--random-seed") + 1]) for command in commands]
@@ -57,7 +57,7 @@ def test_a_server_goes_on_into_a_run_of_another_seed_if_samples_have_seeds(
 
     def of_process(seed: int) -> str:
         launch = Launch(str(tmp_path), RolloutConfig(name=engine, seed=seed), "cpu", 1024)
-        return ServerSettings(launch, POLICY, True).of_process()
+        return process_key(launch, single_node=True)
 
     assert of_process(1) == of_process(1)
     assert (of_process(1) == of_process(2)) == is_kept

@@ -13,12 +13,12 @@ from scalerl.cluster.pools import ResourcePool
 from scalerl.config.schema import RolloutConfig
 from scalerl.rollout.prompt_sampling import sample_seed
 from scalerl.rollout.sampling.policy_servers import verification_is_due
-from scalerl.rollout.servers import control
+from scalerl.rollout.servers import server_set as module
+from scalerl.rollout.servers.client import ClientSettings, Replica
 from scalerl.rollout.servers.engines import Launch
 from scalerl.rollout.servers.host import in_device_order
 from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.servers.recovery import LostServer
-from scalerl.rollout.servers.replica import ClientSettings, Replica
 from scalerl.rollout.servers.requests import RolloutError
 from scalerl.rollout.servers.server_set import ReplicaPlan, ServerSet, launches, plan_replicas
 from scalerl.rollout.sync.session import plan_feeds
@@ -183,7 +183,7 @@ def server_set(num_servers: int, waits: list[list[str]], monkeypatch: pytest.Mon
     ]
     servers.hosts = hosts
     servers.clients = dict.fromkeys(range(num_servers))  # type: ignore[assignment]
-    monkeypatch.setattr(control, "are_well", lambda clients: dict.fromkeys(clients, False))
+    monkeypatch.setattr(module, "are_well", lambda clients: dict.fromkeys(clients, False))
     return servers
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from scalerl.config.servers import weight_directory
-from scalerl.rollout.servers.replica import Replica
+from scalerl.rollout.servers.client import Replica
 from scalerl.rollout.sync.session import Feed, SyncSession
 from scalerl.rollout.sync.transports.disk import SPARE_BYTES, DiskTransport, WeightFilesError
 

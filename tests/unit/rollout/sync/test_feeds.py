@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl.rollout.servers.replica import Replica
+from scalerl.rollout.servers.client import Replica
 from scalerl.rollout.sync.session import feeds_of, plan_leads
 
 SIZES = st.integers(1, 40)

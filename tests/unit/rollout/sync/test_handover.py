@@ -139,18 +139,18 @@ def test_the_trainer_needs_room_beside_servers_that_release_nothing() -> None:
 )
 def test_buckets_shrink_by_halves_to_fit_and_never_below_the_largest_tensor(free: int, expected: int) -> None:
     """Three copies in half of what is free."""
-    bucket_bytes = bucket_bytes_that_fit(free * MIB, limit_bytes=512 * MIB, largest_bytes=48 * MIB, num_copies=3)
+    bucket_bytes = bucket_bytes_that_fit(free * MIB, limit_bytes=512 * MIB, largest_bytes=48 * MIB)
     assert bucket_bytes == expected * MIB
 
 
 def test_a_limit_below_the_largest_tensor_gives_it_room() -> None:
-    assert bucket_bytes_that_fit(10**9, limit_bytes=100, largest_bytes=1000, num_copies=3) == 1000
+    assert bucket_bytes_that_fit(10**9, limit_bytes=100, largest_bytes=1000) == 1000
 
 
 def test_no_room_for_the_largest_tensor() -> None:
-    check_largest([(300, "a"), (400, "b")], largest_bytes=100, num_copies=3)
+    check_largest([(300, "a"), (400, "b")], largest_bytes=100)
     with pytest.raises(HandoverError, match=r"rank 1 on node GPU has 0\.29 GiB free.*1\.46 GiB \(3 copies of 0\.49\)"):
-        check_largest([(10**10, "a"), (300 * MIB, "node GPU")], largest_bytes=500 * MIB, num_copies=3)
+        check_largest([(10**10, "a"), (300 * MIB, "node GPU")], largest_bytes=500 * MIB)
 
 
 class Engine:

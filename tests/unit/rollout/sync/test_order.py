@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from scalerl.rollout.sync.order import SyncOrder, WrongOrderError
+from scalerl.rollout.sync.session import SyncOrder, WrongOrderError
 
 WHOLE = [
     *("drain", "release_kv", "release_weights", "resume_weights"),

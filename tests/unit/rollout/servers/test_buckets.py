@@ -14,11 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load as load_safetensors
 
-from scalerl.rollout.servers import mapped
+from scalerl.rollout.servers import buckets
+from scalerl.rollout.servers.buckets import Bucket, BucketPlace, MappedBytes, flat_layout
 from scalerl.rollout.servers.engines import ENGINES
 from scalerl.rollout.servers.engines.sglang import MAPPED_LOADER
-from scalerl.rollout.servers.mapped import BucketPlace, MappedBytes
-from scalerl.rollout.servers.weights import Bucket, flat_layout
 
 NAMED = [
     ("a", torch.arange(5, dtype=torch.bfloat16)),
@@ -45,17 +44,17 @@ class Model(torch.nn.Module):
 
 def loaded(place: BucketPlace) -> dict[str, torch.Tensor]:
     model = Model()
-    mapped.load_mapped(model, pickle.loads(base64.b64decode(place.serialize())))
+    buckets.load_mapped(model, pickle.loads(base64.b64decode(place.serialize())))
     return dict(model.loaded)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_attached() -> None:
-    mapped._attached.clear()
+    buckets._attached.clear()
 
 
 def test_the_name_that_sglang_is_given_is_the_loader() -> None:
-    assert f"{mapped.load_mapped.__module__}.{mapped.load_mapped.__name__}" == MAPPED_LOADER
+    assert f"{buckets.load_mapped.__module__}.{buckets.load_mapped.__name__}" == MAPPED_LOADER
 
 
 def test_a_bucket_is_read_where_it_lies() -> None:
@@ -80,11 +79,11 @@ def test_the_text_needs_no_class_that_sglangs_unpickler_refuses() -> None:
 def test_a_reader_maps_the_memory_once_and_sees_what_is_written_later() -> None:
     place = place_of(NAMED)
     first = loaded(place)
-    attached = next(iter(mapped._attached.values()))
+    attached = next(iter(buckets._attached.values()))
     place.memory.views(place.entries)[1][1].fill_(7.0)
     second = loaded(place)
     assert bool((first["b"] == 7.0).all()) and torch.equal(first["b"], second["b"])
-    assert [memory is attached for memory in mapped._attached.values()] == [True]
+    assert [memory is attached for memory in buckets._attached.values()] == [True]
 
 
 def test_a_reader_lets_memory_go_that_its_trainer_has_replaced() -> None:
@@ -98,7 +97,7 @@ def test_a_reader_lets_memory_go_that_its_trainer_has_replaced() -> None:
     place = place_of([("a", NAMED[0][1] + 1)])
     assert place.memory.path == path, "the same descriptor, free again"
     assert torch.equal(loaded(place)["a"], NAMED[0][1] + 1)
-    assert list(mapped._attached) == [path]
+    assert list(buckets._attached) == [path]
 
 
 def test_a_path_that_has_become_another_memory_is_refused() -> None:
@@ -123,9 +122,9 @@ def test_a_bucket_in_it_is_sent_without_a_copy_or_as_values() -> None:
     bucket = Bucket(place.memory.views(place.entries), place)
     assert bucket.num_bytes == 10 + 24 + 48 + 4
     assert bucket.is_mapped and ENGINES["sglang"].serialize(bucket) == place.serialize()
-    call = ENGINES["sglang"].update_weights(["text"], flush_cache=True, policy_version=1, is_mapped=True)
+    call = ENGINES["sglang"].update_weights(["text"], policy_version=1, is_mapped=True)
     assert call.body is not None and call.body["load_format"] == MAPPED_LOADER
-    read = dict(mapped.read(json.loads(ENGINES["embedded"].serialize(bucket))))
+    read = dict(buckets.read_mapped(json.loads(ENGINES["embedded"].serialize(bucket))))
     assert torch.equal(read["c"], NAMED[2][1])
     values = ENGINES["embedded"].serialize(Bucket(bucket.named))
     assert torch.equal(load_safetensors(base64.b64decode(values))["c"], NAMED[2][1])

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from scalerl.rollout.servers import cuda_ipc
-from scalerl.rollout.servers.checksums import AsSent, ExpectedChecksums, tensor_checksum
+from scalerl.rollout.servers import buckets
+from scalerl.rollout.servers.buckets import flat_bucket
+from scalerl.rollout.servers.checksums import ExpectedChecksums, Placement, tensor_checksum
 from scalerl.rollout.servers.engines import ENGINES
-from scalerl.rollout.servers.weights import flat_bucket
 
 NAMED = [
     ("model.norm.weight", torch.arange(5, dtype=torch.bfloat16)),
@@ -42,13 +42,13 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", share)
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", staticmethod(open_shared))
-    monkeypatch.setattr(cuda_ipc, "_uuid", lambda device: f"GPU-{device.index or 0}")
+    monkeypatch.setattr(buckets, "_uuid", lambda device: f"GPU-{device.index or 0}")
     return calls
 
 
 def test_a_bucket_is_opened_by_what_its_sender_shares(opened: list[tuple[Any, ...]]) -> None:
-    text = cuda_ipc.handle_of(*flat_bucket(NAMED))
-    named = cuda_ipc.open_bucket(json.loads(text), torch.device("cpu"))
+    text = buckets.cuda_handle(*flat_bucket(NAMED))
+    named = buckets.read_cuda(json.loads(text), torch.device("cpu"))
     assert opened == [SHARED]
     assert [name for name, _ in named] == [name for name, _ in NAMED]
     for (_, mine), (_, theirs) in zip(named, NAMED, strict=True):
@@ -56,9 +56,9 @@ def test_a_bucket_is_opened_by_what_its_sender_shares(opened: list[tuple[Any, ..
 
 
 def test_a_server_on_another_gpu_refuses_it(opened: list[tuple[Any, ...]]) -> None:
-    handle = json.loads(cuda_ipc.handle_of(*flat_bucket(NAMED)))
+    handle = json.loads(buckets.cuda_handle(*flat_bucket(NAMED)))
     with pytest.raises(ValueError, match=r"GPU-0.*GPU-3"):
-        cuda_ipc.open_bucket(handle, torch.device("cuda", 3))
+        buckets.read_cuda(handle, torch.device("cuda", 3))
     assert opened == []
 
 
@@ -72,13 +72,13 @@ class OnGpu(torch.Tensor):
 
 
 def test_the_embedded_engine_gets_tensors_of_a_gpu_by_handle(opened: list[tuple[Any, ...]]) -> None:
-    from scalerl.rollout.servers.weights import Bucket
+    from scalerl.rollout.servers.buckets import Bucket
 
     text = ENGINES["embedded"].serialize(Bucket([(name, tensor.as_subclass(OnGpu)) for name, tensor in NAMED]))
     assert json.loads(text)["gpu"] == "GPU-0"
 
 
 def test_weights_on_a_gpu_are_expected_as_the_embedded_engine_hashes_them() -> None:
-    expected = ExpectedChecksums(AsSent())
+    expected = ExpectedChecksums(Placement())
     expected.add([(name, tensor.as_subclass(OnGpu)) for name, tensor in NAMED])
     assert expected.result() == [{name: tensor_checksum(tensor) for name, tensor in NAMED}]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from scalerl.batch.data_proto import DataProto, Jagged
-from scalerl.rollout.sampling.texts import texts_of
+from scalerl.rollout.sampling.dump import texts_of
 from tests.tiny_models import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
