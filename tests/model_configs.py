@@ -13,6 +13,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from scalerl.models import without_quantization
+from scalerl.models.registry import ALIASES
 
 MODELS = Path(__file__).parents[1] / "configs" / "models"
 # The runs of configs/.
@@ -30,6 +31,8 @@ NAMES = {
     "Qwen3-235B-A22B": "qwen3-235b-a22b",
     "Llama-3.1-70B-Instruct": "llama-3.1-70b",
     "DeepSeek-V3": "deepseek-v3",
+    "GLM-4.6": "glm-4.6",
+    "Kimi-K2-Instruct": "kimi-k2",
 }
 CONFIGS = {path.stem: path for path in sorted(MODELS.glob("*.json"))}
 
@@ -53,13 +56,19 @@ def meta_model(name: str) -> PreTrainedModel:
 def meta_language_model(config: Mapping[str, Any]) -> PreTrainedModel:
     """transformers' language model of a config.json as trainers have it: not quantized, whatever its files are."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**without_quantization(config)))
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**_known(config)))
 
 
 def meta_value_model(config: Mapping[str, Any]) -> PreTrainedModel:
     """transformers' classifier of sequences, of a config.json that asks for one."""
     with torch.device("meta"):
-        return AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**without_quantization(config)))
+        return AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**_known(config)))
+
+
+def _known(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json under the model_type by which transformers knows it."""
+    model_type = config["model_type"]
+    return without_quantization(config) | {"model_type": ALIASES.get(model_type, model_type)}
 
 
 def model_directory(name: str, directory: Path) -> Path:

@@ -12,6 +12,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -42,8 +46,10 @@ FAMILIES = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
 }
-WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3")
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
 
 
 def tiny_tokenizer(vocab_size: int = 512) -> PreTrainedTokenizerFast:
@@ -114,7 +120,7 @@ def make_tiny_model(
         tie_word_embeddings=family == "qwen2" if tied is None else tied,
         initializer_range=initializer_range,
     )
-    if family == "deepseek_v3":
+    if family in ("deepseek_v3", "glm4_moe_lite"):
         config["num_key_value_heads"] = num_heads
     elif family != "qwen2":
         config["head_dim"] = head_dim or hidden_size // num_heads
@@ -181,19 +187,29 @@ def _of_family(family: str, hidden_size: int, num_experts: int) -> dict[str, Any
             "moe_intermediate_size": hidden_size // 2,
             "norm_topk_prob": True,
         }
-    if family == "deepseek_v3":
-        return {
+    if family in ("deepseek_v3", "glm4_moe_lite"):
+        groups = 2 if family == "deepseek_v3" else 1
+        dense = {"first_k_dense_replace": 1} if family == "deepseek_v3" else {}
+        return dense | {
             "n_routed_experts": num_experts,
             "num_experts_per_tok": 2,
-            "n_group": 2,
+            "n_group": groups,
             "topk_group": 1,
             "moe_intermediate_size": hidden_size // 2,
             "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
             "q_lora_rank": hidden_size // 2,
             "kv_lora_rank": hidden_size // 4,
             "qk_nope_head_dim": 16,
             "qk_rope_head_dim": 8,
             "v_head_dim": 12,
+        }
+    if family == "glm4_moe":
+        return {
+            "n_routed_experts": num_experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": hidden_size // 2,
+            "routed_scaling_factor": 1.5,
+            "attention_bias": True,
+            "use_qk_norm": True,
         }
     return {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scalerl.models.block_scales import weight_block, without_quantization
-from scalerl.models.registry import FAMILIES, family_of
+from scalerl.models.registry import FAMILIES, family_named, family_of
 from scalerl.models.shape import Head, ModelShape, eos_token_ids, read_config, value_model_config
 from scalerl.models.table import (
     CHECKPOINT_MODEL_PREFIX,
@@ -29,6 +29,7 @@ __all__ = [
     "RowRange",
     "copy_beside_weights",
     "eos_token_ids",
+    "family_named",
     "family_of",
     "padded_vocab_size",
     "read_config",

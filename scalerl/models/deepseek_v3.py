@@ -64,6 +64,34 @@ ROUTER_BIAS = ParamPattern(
     keeps_float32=True,
 )
 
+MIXTURE = Mixture(
+    experts=("n_routed_experts", "num_local_experts"),
+    expert_ffn="moe_intermediate_size",
+    layers=lambda config, layer: layer >= config["first_k_dense_replace"],
+    shared="n_shared_experts",
+    score="sigmoid",
+    normalize="norm_topk_prob",
+    bias=True,
+    groups="n_group",
+    top_groups="topk_group",
+    scale="routed_scaling_factor",
+    refused=(
+        ("scoring_func", "sigmoid"),
+        ("topk_method", "noaux_tc"),
+        ("moe_layer_freq", 1),
+        ("norm_topk_prob", True),
+        ("rope_interleave", True),
+    ),
+)
+MIXTURE_RULES = (
+    router("mlp.gate"),
+    ROUTER_BIAS,
+    *mlp(
+        "mlp.shared_experts", "mlp.shared_experts", "shared_ffn", where="mixture", given="shared_expert_ffn_hidden_size"
+    ),
+    *experts("mlp.experts.{e}"),
+)
+
 FAMILY = decoder_family(
     "deepseek_v3",
     attention=ATTENTION,
@@ -79,35 +107,6 @@ FAMILY = decoder_family(
         "eos_token_id": 1,
     },
     refused=("attention_bias",),
-    mixture=Mixture(
-        experts=("n_routed_experts", "num_local_experts"),
-        expert_ffn="moe_intermediate_size",
-        layers=lambda config, layer: layer >= config["first_k_dense_replace"],
-        shared="n_shared_experts",
-        score="sigmoid",
-        normalize="norm_topk_prob",
-        bias=True,
-        groups="n_group",
-        top_groups="topk_group",
-        scale="routed_scaling_factor",
-        refused=(
-            ("scoring_func", "sigmoid"),
-            ("topk_method", "noaux_tc"),
-            ("moe_layer_freq", 1),
-            ("norm_topk_prob", True),
-            ("rope_interleave", True),
-        ),
-    ),
-    mixture_rules=(
-        router("mlp.gate"),
-        ROUTER_BIAS,
-        *mlp(
-            "mlp.shared_experts",
-            "mlp.shared_experts",
-            "shared_ffn",
-            where="mixture",
-            given="shared_expert_ffn_hidden_size",
-        ),
-        *experts("mlp.experts.{e}"),
-    ),
+    mixture=MIXTURE,
+    mixture_rules=MIXTURE_RULES,
 )

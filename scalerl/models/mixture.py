@@ -14,7 +14,8 @@ class Mixture:
     Several keys for one value: transformers renamed it.
     experts, expert_ffn: keys of the number and inner width of the routed experts. shared: key of the number of shared
     experts ("": none).
-    layers: called with (config, layer index); True if that layer is a mixture.
+    layers: called with (config, layer index); True if that layer is a mixture. layer_types: key of a list with dense or
+    sparse for each layer, which must say the same ("": none).
     score: function of the router's logits. normalize: key that says whether the chosen experts' weights sum to 1
     ("": they do).
     bias: the router has a bias that affects the choice only. groups, top_groups, scale: keys ("": the value is 1).
@@ -24,6 +25,7 @@ class Mixture:
     experts: tuple[str, ...]
     expert_ffn: str
     layers: Callable[[Mapping[str, Any], int], bool] = lambda config, layer: True
+    layer_types: str = ""
     shared: str = ""
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalize: str = ""
@@ -59,13 +61,16 @@ class Mixture:
             for key, only in self.refused
             if config.get(key) is not None and config[key] != only
         ]
-        num_layers = config["num_hidden_layers"]
+        moe_layers = tuple(self.layers(config, layer) for layer in range(config["num_hidden_layers"]))
+        layer_types = ["sparse" if is_mixture else "dense" for is_mixture in moe_layers]
+        if self.layer_types and config.get(self.layer_types) not in (None, layer_types):
+            problems.append(f"{self.layer_types} {config[self.layer_types]!r} is not supported (only {layer_types!r})")
         return {
             "num_experts": num_experts,
             "num_experts_per_token": top_k,
             "moe_ffn_hidden_size": ffn,
             "shared_expert_ffn_hidden_size": ffn * config[self.shared] if self.shared else 0,
-            "moe_layers": tuple(self.layers(config, layer) for layer in range(num_layers)),
+            "moe_layers": moe_layers,
             "router_score": self.score,
             "router_normalizes": config[self.normalize] if self.normalize else True,
             "router_has_bias": self.bias,

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from scalerl.models import deepseek_v3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from scalerl.models import deepseek_v3, glm4_moe, glm4_moe_lite, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from scalerl.models.table import Family
 
-_MODULES = (qwen3, qwen2, llama, mistral, qwen3_moe, mixtral, deepseek_v3)
+_MODULES = (qwen3, qwen2, llama, mistral, qwen3_moe, mixtral, deepseek_v3, glm4_moe, glm4_moe_lite)
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
+# Other model_types of config.json, of models whose tensors and sizes are those of a family.
+ALIASES = {"kimi_k2": "deepseek_v3"}
+
+
+def family_named(model_type: str | None) -> Family | None:
+    """The family of this model_type, or None."""
+    return FAMILIES.get(ALIASES.get(model_type or "", model_type or ""))
 
 
 def family_of(hf_config: Any) -> Family:
@@ -18,6 +25,8 @@ def family_of(hf_config: Any) -> Family:
     Raises ValueError naming the supported model types.
     """
     model_type = hf_config.get("model_type") if isinstance(hf_config, Mapping) else hf_config.model_type
-    if model_type not in FAMILIES:
-        raise ValueError(f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
-    return FAMILIES[model_type]
+    family = family_named(model_type)
+    if family is None:
+        supported = ", ".join(sorted([*FAMILIES, *ALIASES]))
+        raise ValueError(f"model_type {model_type!r} is not supported; supported: {supported}")
+    return family

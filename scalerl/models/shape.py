@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from scalerl.models.block_scales import weight_block
-from scalerl.models.registry import FAMILIES, family_of
+from scalerl.models.registry import family_named, family_of
 from scalerl.models.table import Family
 
 # Key of config.json for each field that has no default.
@@ -32,7 +32,8 @@ YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all
 DENSE_YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 LATENT_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _ORIGINAL = "original_max_position_embeddings"
-_ROPE_NUMBERS = {"rope_theta", "partial_rotary_factor", *LLAMA3_ROPE_KEYS, *YARN_ROPE_KEYS}
+_PARTIAL = "partial_rotary_factor"
+_ROPE_NUMBERS = {"rope_theta", _PARTIAL, *LLAMA3_ROPE_KEYS, *YARN_ROPE_KEYS}
 # Integers that a model may have as 0, and as null: none.
 _MAY_BE_ZERO = ("first_k_dense_replace", "n_shared_experts")
 _MAY_BE_NULL = ("q_lora_rank", "sliding_window")
@@ -59,6 +60,7 @@ class ModelShape:
     router_score: function of the router's logits, softmax or sigmoid. router_normalizes: the weights of the chosen
     experts sum to 1, before router_scale. router_has_bias: the router has a bias that affects the choice only.
     router_groups, router_top_groups: experts are chosen from the best router_top_groups of router_groups groups.
+    partial_rotary_factor: the part of each head, from its first number on, that the rotary embedding turns.
     num_prediction_layers: extra layers that predict further tokens; they are stored with the model and not used.
     q_lora_rank .. v_head_dim: latent attention (None: grouped-query attention; q_lora_rank None: queries uncompressed).
     head: lm (next-token logits), or value (one number per token: critics and reward models; never tied).
@@ -93,6 +95,7 @@ class ModelShape:
     router_top_groups: int = 1
     router_scale: float = 1.0
     num_prediction_layers: int = 0
+    partial_rotary_factor: float = 1.0
     q_lora_rank: int | None = None
     kv_lora_rank: int | None = None
     qk_nope_head_dim: int | None = None
@@ -121,7 +124,7 @@ class ModelShape:
         problems = _missing_or_bad(config, family)
         if problems:
             raise ValueError("; ".join(problems))
-        rope_theta, rope_scaling, problems = _rope(config, LATENT_ROPE_TYPES if family.latent else ROPE_TYPES)
+        rope_theta, rope_scaling, problems = _rope(config, family)
         problems += _unsupported(config, family)
         mixture, mixture_problems = family.mixture.fields(config) if family.mixture else ({}, [])
         latent, latent_problems = _latent(config) if family.latent else ({}, [])
@@ -146,14 +149,20 @@ class ModelShape:
             norm_eps=config["rms_norm_eps"],
             tie_word_embeddings=config["tie_word_embeddings"] and not _is_value_model(config),
             head="value" if _is_value_model(config) else "lm",
-            qk_norm=family.qk_norm,
-            qkv_bias=family.qkv_bias,
+            partial_rotary_factor=1.0 if family.latent else _partial_rotary_factor(config),
+            qk_norm=config[family.qk_norm] if isinstance(family.qk_norm, str) else family.qk_norm,
+            qkv_bias=config[family.qkv_bias] if isinstance(family.qkv_bias, str) else family.qkv_bias,
             dtype=dtype,
             eos_token_ids=_eos_token_ids(config, generation or {}),
             num_prediction_layers=config.get("num_nextn_predict_layers") or 0,
             **mixture,
             **latent,
         )
+
+    @property
+    def rotary_dim(self) -> int:
+        """Numbers of a query or key head that the rotary embedding turns, without latent attention."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
     def with_head(self, head: Head) -> ModelShape:
         """The same model with another head.  Raises ValueError for the lm head of a value model, which has none."""
@@ -177,7 +186,7 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json with the keys that it leaves out, as transformers fills them in; of an unknown family as it is."""
-    family = FAMILIES.get(config.get("model_type", ""))
+    family = family_named(config.get("model_type"))
     return {**family.defaults, **config} if family else dict(config)
 
 
@@ -281,29 +290,30 @@ def _bad_rope(config: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _rope(
-    config: Mapping[str, Any], supported: Mapping[str, tuple[str, ...]]
-) -> tuple[float, dict[str, Any] | None, list[str]]:
+def _partial_rotary_factor(config: Mapping[str, Any]) -> float:
+    return rope_entries(config).get(_PARTIAL) or config.get(_PARTIAL) or 1.0
+
+
+def _rope(config: Mapping[str, Any], family: Family) -> tuple[float, dict[str, Any] | None, list[str]]:
     # transformers 5: rope_parameters {rope_theta, rope_type}; 4: rope_theta beside rope_scaling {rope_type or type}.
     rope = dict(rope_entries(config))
     theta = float(rope.pop("rope_theta", None) or config["rope_theta"])
     rope_type = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+    supported = LATENT_ROPE_TYPES if family.latent else ROPE_TYPES
     if rope_type not in supported:
         return theta, None, [f"rope type {rope_type!r} is not supported (one of {', '.join(supported)})"]
-    # Latent attention states the size of its rotary part, so the factor means nothing there.
-    partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    is_latent = supported is LATENT_ROPE_TYPES
-    is_partial = partial != 1.0 and not is_latent
-    problems = [f"partial_rotary_factor {partial} is not supported (only 1.0)"] if is_partial else []
+    partial = _partial_rotary_factor(config)
+    is_refused = partial != 1.0 and _PARTIAL not in family.defaults
+    problems = [f"{_PARTIAL} {partial} is not supported (only 1.0)"] if is_refused else []
     if isinstance(outside := config.get(_ORIGINAL), int) and outside != rope.get(_ORIGINAL, outside):
         problems.append(f"{_ORIGINAL} is {outside} beside the rope's {rope[_ORIGINAL]}: engines differ; leave one out")
     if rope_type == "default":
         return theta, None, problems
     if rope_type == "yarn":
         rope = {key: value for key, value in rope.items() if value is not None}
-        refused = [] if is_latent else [key for key in DENSE_YARN_REFUSED if key in rope]
+        refused = [] if family.latent else [key for key in DENSE_YARN_REFUSED if key in rope]
         problems += [f"rope type yarn with {key} {rope[key]!r} is not supported: leave it out" for key in refused]
-        rope = (YARN_DEFAULTS if is_latent else DENSE_YARN_DEFAULTS) | rope
+        rope = (YARN_DEFAULTS if family.latent else DENSE_YARN_DEFAULTS) | rope
     problems += [f"rope type {rope_type} needs {key}" for key in supported[rope_type] if rope.get(key) is None]
     return theta, {"rope_type": rope_type} | {key: rope.get(key) for key in supported[rope_type]}, problems
 
@@ -314,7 +324,11 @@ def _latent(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     bad = [key for key, size in sizes.items() if not isinstance(size, int) or size < 1]
     if bad:
         return {}, [f"{key} is {sizes[key]!r}, not a positive integer" for key in bad]
-    head_dim = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]
+    rope, other = sizes["qk_rope_head_dim"], config.get("head_dim")
+    if other not in (None, rope):
+        # transformers takes it for the rotary embedding, not for the projections.
+        return {}, [f"head_dim {other} is not supported with qk_rope_head_dim {rope}: leave head_dim out"]
+    head_dim = sizes["qk_nope_head_dim"] + rope
     return sizes | {"q_lora_rank": config.get("q_lora_rank"), "head_dim": head_dim}, []
 
 

@@ -358,6 +358,8 @@ class Family:
     window: config.json key of a sliding window that applies whenever it is set ("": none).
     mixture: how config.json describes the experts (None: dense).
     latent: multi-head latent attention.
+    qk_norm, qkv_bias: norms of each query and key head, biases of queries, keys and values; a text is the config.json
+    key that says whether a model has them.
     """
 
     model_type: str
@@ -365,8 +367,8 @@ class Family:
     layer: tuple[ParamPattern, ...]
     last: tuple[ParamPattern, ...]
     head: ParamPattern
-    qk_norm: bool
-    qkv_bias: bool
+    qk_norm: bool | str
+    qkv_bias: bool | str
     defaults: Mapping[str, Any]
     refused: tuple[str, ...] = ()
     window: str = ""
@@ -419,26 +421,31 @@ HEAD = ParamPattern("output_layer.weight", ("lm_head.weight",), "vocab", (("voca
 VALUE_HEAD = ParamPattern("output_layer.weight", ("score.weight",), "replicated", (("value", "hidden"),))
 
 
-def _qkv(suffix: str, tail: tuple[str, ...]) -> ParamPattern:
+def _qkv(suffix: str, tail: tuple[str, ...], given: str = "") -> ParamPattern:
     return ParamPattern(
         f"decoder.layers.{{i}}.self_attention.linear_qkv.{suffix}",
         tuple(f"model.layers.{{i}}.self_attn.{p}_proj.{suffix}" for p in "qkv"),
         "qkv",
         tuple((rows, *tail) for rows in ("q", "kv", "kv")),
+        given=given,
     )
 
 
-def _norm(name: str, hf: str, dim: str) -> ParamPattern:
+def _norm(name: str, hf: str, dim: str, given: str = "") -> ParamPattern:
     return ParamPattern(
-        f"decoder.layers.{{i}}.{name}.weight", (f"model.layers.{{i}}.{hf}.weight",), "replicated", ((dim,),)
+        f"decoder.layers.{{i}}.{name}.weight",
+        (f"model.layers.{{i}}.{hf}.weight",),
+        "replicated",
+        ((dim,),),
+        given=given,
     )
 
 
 INPUT_NORM = _norm("input_layernorm", "input_layernorm", "hidden")
 QKV_WEIGHT = _qkv("weight", ("hidden",))
-QKV_BIAS = _qkv("bias", ())
-Q_NORM = _norm("self_attention.q_layernorm", "self_attn.q_norm", "head_dim")
-K_NORM = _norm("self_attention.k_layernorm", "self_attn.k_norm", "head_dim")
+QKV_BIAS = _qkv("bias", (), given="qkv_bias")
+Q_NORM = _norm("self_attention.q_layernorm", "self_attn.q_norm", "head_dim", given="qk_norm")
+K_NORM = _norm("self_attention.k_layernorm", "self_attn.k_norm", "head_dim", given="qk_norm")
 PROJ = ParamPattern(
     "decoder.layers.{i}.self_attention.linear_proj.weight",
     (f"{_HF_LAYER}self_attn.o_proj.weight",),
@@ -505,8 +512,8 @@ _DEFAULTS = {
 def decoder_family(
     model_type: str,
     *,
-    qk_norm: bool = False,
-    qkv_bias: bool = False,
+    qk_norm: bool | str = False,
+    qkv_bias: bool | str = False,
     defaults: Mapping[str, Any] | None = None,
     refused: Sequence[str] = (),
     window: str = "",
@@ -520,8 +527,9 @@ def decoder_family(
     attention: rules in place of those of grouped-query attention.
     """
     latent = attention is not None
+    flags = [flag for flag in (qk_norm, qkv_bias) if isinstance(flag, str)]
     if attention is None:
-        attention = [QKV_WEIGHT, *([QKV_BIAS] if qkv_bias else []), *([Q_NORM, K_NORM] if qk_norm else []), PROJ]
+        attention = (QKV_WEIGHT, QKV_BIAS, Q_NORM, K_NORM, PROJ)
     return Family(
         model_type=model_type,
         first=(EMBEDDING,),
@@ -530,7 +538,7 @@ def decoder_family(
         head=HEAD,
         qk_norm=qk_norm,
         qkv_bias=qkv_bias,
-        defaults={**_DEFAULTS, **dict.fromkeys(refused, False), **(defaults or {})},
+        defaults={**_DEFAULTS, **dict.fromkeys((*refused, *flags), False), **(defaults or {})},
         refused=tuple(refused),
         window=window,
         mixture=mixture,

@@ -51,7 +51,7 @@ class Rotary:
     """The model's rotary embedding (arXiv 2104.09864), with Llama 3's scaling or YaRN where config.json asks for it."""
 
     def __init__(self, shape: ModelShape, device: str) -> None:
-        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+        exponents = torch.arange(0, shape.rotary_dim, 2, dtype=torch.float32) / shape.rotary_dim
         frequencies = 1.0 / shape.rope_theta**exponents
         # What queries and keys are multiplied with.
         self.scale = 1.0
@@ -62,7 +62,7 @@ class Rotary:
         self.frequencies = frequencies.to(device)
 
     def tables(self, position_ids: Tensor) -> Tensor:
-        """Cosines and sines of positions: position_ids [T] int64 -> [2, T, head_dim / 2] float32."""
+        """Cosines and sines of positions: position_ids [T] int64 -> [2, T, turned numbers of a head / 2] float32."""
         angles = position_ids[:, None].float() * self.frequencies
         return torch.stack([angles.cos(), angles.sin()]) * self.scale
 
@@ -101,10 +101,14 @@ def _yarn(frequencies: Tensor, scaling: dict, theta: float) -> tuple[Tensor, flo
 
 
 def rotate_pairs(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotates x [T, heads, d]: pairs (i, i + d / 2) turn by their angle. In float32, returned in x's dtype."""
+    """Rotates x [T, heads, d]: of its first r numbers pairs (i, i + r / 2) turn by their angle.
+
+    cos_sin: [2, T, r / 2]. In float32, returned in x's dtype.
+    """
     cos, sin = cos_sin[:, :, None]
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    num_pairs = cos_sin.shape[-1]
+    first, second, rest = x.float().split([num_pairs, num_pairs, x.shape[-1] - 2 * num_pairs], dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1).to(x.dtype)
 
 
 @lru_cache(maxsize=1)

@@ -138,7 +138,7 @@ def _block(layer_specs: list[ModuleSpec]) -> Any:
 def build_model(shape: ModelShape, config: TransformerConfig, groups: Groups) -> list[GPTModel]:
     """Builds this stage's model chunks, whose weights are not set yet."""
     if config.multi_latent_attention:
-        layer = latent_layer_spec(RMSNorm, on_cpu=config.use_cpu_initialization)
+        layer = latent_layer_spec(on_cpu=config.use_cpu_initialization)
     else:
         layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
     # megatron says only that it is an object.
@@ -225,8 +225,15 @@ def latent_config(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def latent_layer_spec(norm: type, *, on_cpu: bool) -> ModuleSpec:
-    """The spec of a layer with latent attention.  norm: RMSNorm class of compressed queries, keys and values."""
+class LatentNorm(RMSNorm):
+    """Norm of compressed queries, keys and values: transformers' epsilon there is 1e-6, whatever config.json says."""
+
+    def __init__(self, config: Any, hidden_size: int, **_: Any) -> None:
+        super().__init__(config, hidden_size, eps=1e-6)
+
+
+def latent_layer_spec(*, on_cpu: bool) -> ModuleSpec:
+    """The spec of a layer with latent attention."""
     # megatron asks for this argument everywhere but here.
     multi_latent_attention.YarnRotaryEmbedding = partial(YarnRotaryEmbedding, use_cpu_initialization=on_cpu)
     if not isinstance(multi_latent_attention.TELinear, type):
@@ -239,7 +246,7 @@ def latent_layer_spec(norm: type, *, on_cpu: bool) -> ModuleSpec:
     # Whole on every tp rank, each for its part of the sequence. Split over tp, as the local spec has them, the rotary
     # part of the keys loses the gradients of other ranks' heads (megatron-core 0.16.1).
     attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
-    attention.q_layernorm = attention.kv_layernorm = ModuleSpec(module=norm)
+    attention.q_layernorm = attention.kv_layernorm = ModuleSpec(module=LatentNorm)
     return layer
 
 

@@ -113,6 +113,9 @@ def measure(models: dict[str, str], layout: dict[str, int]) -> dict[str, FromEng
             outputs[temperature] = {
                 name: {row: column[i] for i, row in enumerate(mine)} for name, column in columns.items()
             }
+        # Near ties fall otherwise in bfloat16: its routers follow those of float32.
+        routed = engine.logprobs(shard, micro_batches, temperature=1.0, record_routing=family in WITH_EXPERTS)
+        routed_shard = shard.union(DataProto({name: routed[name] for name in routed if name == "routed_experts"}))
         weights = exported(engine)
         update = engine.update(shard, micro_batches, objective, temperature=0.7)
         # In the place of the weights, gradients leave the engine under the names that transformers knows.
@@ -120,14 +123,14 @@ def measure(models: dict[str, str], layout: dict[str, int]) -> dict[str, FromEng
             for parameter in itertools.chain(*(chunk.parameters() for chunk in engine.chunks)):
                 parameter.copy_(parameter.main_grad)
         half = MegatronEngine(path, MegatronConfig(dtype="bfloat16"), groups, optim=optim)
-        columns = half.logprobs(shard, micro_batches, temperature=1.0)
+        columns = half.logprobs(routed_shard, micro_batches, temperature=1.0)
         numbers_by_family[family] = FromEngine(
             outputs,
             weights,
             exported(engine),
             update,
             {row: columns["logprobs"][i] for i, row in enumerate(mine)} if columns else {},
-            half.update(shard, micro_batches, objective, temperature=0.7),
+            half.update(routed_shard, micro_batches, objective, temperature=0.7),
         )
     return numbers_by_family
 

@@ -157,8 +157,10 @@ def assert_same(actual: Outcome, expected: Outcome) -> None:
 
 def make_model(directory: Path, family: str) -> Path:
     """A key bias that turns slowly shifts all scores of a query alike: its gradient is almost 0, and Adam makes a step
-    of full size out of the rounding of such an element. So every pair of a head turns fast here."""
-    path = make_tiny_model(directory, family, num_layers=4, initializer_range=0.1)
+    of full size out of the rounding of such an element. So every pair of a head turns fast here. Of the model of
+    glm4_moe_lite with seed 0 one element of all has a gradient of that size."""
+    seed = 2 if family == "glm4_moe_lite" else 0
+    path = make_tiny_model(directory, family, num_layers=4, initializer_range=0.1, seed=seed)
     config = json.loads((path / "config.json").read_text())
     config["rope_parameters"]["rope_theta"] = 10.0
     (path / "config.json").write_text(json.dumps(config))

@@ -12,7 +12,7 @@ from scalerl.models import ModelShape, family_of
 from scalerl.parallel.export import plan_buckets
 from scalerl.rollout.servers.checksums import checksum_differences
 from scalerl.rollout.servers.client import SamplingParams
-from scalerl.rollout.servers.sglang.placement_arguments import LATENT
+from scalerl.rollout.servers.sglang.placement_arguments import MIXTURES
 from tests.served_weights import expected_checksums, serialize_bucket
 from tests.sglang.conftest import PROMPTS, Engine, Model, make_model
 from tests.sglang.test_contract import assert_logprobs_match, requests_for
@@ -38,8 +38,11 @@ YARN = {
 }
 
 
+FAMILIES = ("deepseek_v3", "glm4_moe_lite")
+
+
 def test_every_family_that_is_said_to_be_known_is_here() -> None:
-    assert LATENT == ("deepseek_v3",)
+    assert {name for name in MIXTURES if family_of({"model_type": name}).latent} == set(FAMILIES)
 
 
 def assert_samples_are_of(model: Model, engine: Engine, policy_version: int) -> None:
@@ -56,24 +59,27 @@ def assert_samples_are_of(model: Model, engine: Engine, policy_version: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("config_keys", "tp_size", "own"),
+    ("family", "config_keys", "tp_size", "own"),
     [
-        pytest.param(YARN, 1, {}, marks=pytest.mark.full),
-        (PLAIN, 1, {}),
-        pytest.param(YARN, 2, {}, marks=[TWO_CORES, pytest.mark.full]),
-        pytest.param(PLAIN, 2, {"ep_size": 2}, marks=[TWO_CORES, pytest.mark.full]),
+        pytest.param("deepseek_v3", YARN, 1, {}, marks=pytest.mark.full),
+        ("deepseek_v3", PLAIN, 1, {}),
+        pytest.param("deepseek_v3", YARN, 2, {}, marks=[TWO_CORES, pytest.mark.full]),
+        pytest.param("deepseek_v3", PLAIN, 2, {"ep_size": 2}, marks=[TWO_CORES, pytest.mark.full]),
+        pytest.param("glm4_moe_lite", PLAIN, 1, {}, marks=pytest.mark.full),
+        pytest.param("glm4_moe_lite", PLAIN, 2, {"ep_size": 2}, marks=[TWO_CORES, pytest.mark.full]),
     ],
-    ids=["yarn", "plain", "yarn-tp2", "plain-ep2"],
+    ids=["yarn", "plain", "yarn-tp2", "plain-ep2", "glm4_moe_lite", "glm4_moe_lite-ep2"],
 )
 def test_samples_checksums_and_what_sglang_drops(
     start_engine: Callable[..., Engine],
     tmp_path: Path,
+    family: str,
     config_keys: dict[str, Any],
     tp_size: int,
     own: dict[str, Any],
 ) -> None:
     """A down projection that comes in a bucket without the other is dropped without a word; the checksum names it."""
-    old, new = (Model.load(make_model(tmp_path / str(seed), "deepseek_v3", seed, **config_keys)) for seed in (0, 1))
+    old, new = (Model.load(make_model(tmp_path / str(seed), family, seed, **config_keys)) for seed in (0, 1))
     config, weights, kwargs = new.hf.config.to_dict(), dict(new.weights()), {"sglang": own}
     engine = start_engine("sglang", old.path, tp_size=tp_size, **own)
     try:

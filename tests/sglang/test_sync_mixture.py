@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from scalerl.models import family_of
 from scalerl.rollout.servers.checksums import checksum_differences
 from scalerl.rollout.servers.client import GenerateRequest, SamplingParams
-from scalerl.rollout.servers.sglang.placement_arguments import LATENT, MIXTURES
+from scalerl.rollout.servers.sglang.placement_arguments import MIXTURES
 from tests.served_weights import expected_checksums
 from tests.sglang.conftest import PROMPTS, Engine, Model, make_model
 
@@ -20,9 +21,14 @@ TWO_CORES = pytest.mark.skipif(
 )
 # Widths that SGLang pads, by (ranks, ranges of experts): with 40 one rank has 24 zeros; with 48 the second of two has
 # 16, and as many zeros; with 24 each of two has 40 zeros, as padding is for both, whoever has the expert.
-WIDTH_KEY = {"qwen3_moe": "moe_intermediate_size", "mixtral": "intermediate_size"}
+WIDTH_KEY = {
+    "qwen3_moe": "moe_intermediate_size",
+    "mixtral": "intermediate_size",
+    "glm4_moe": "moe_intermediate_size",
+}
 WIDTH = {(1, 1): 40, (2, 1): 48, (2, 2): 24}
 SPOILED = {
+    "glm4_moe": ("model.layers.1.mlp.experts.2.up_proj.weight", "model.layers.1.mlp.experts.w13_weight"),
     "qwen3_moe": ("model.layers.1.mlp.experts.2.up_proj.weight", "model.layers.1.mlp.experts.w13_weight"),
     "mixtral": (
         "model.layers.1.block_sparse_moe.experts.2.w2.weight",
@@ -38,7 +44,7 @@ def make(path: Path, family: str, tp_size: int, ep_size: int, seed: int) -> Mode
 
 def test_every_family_that_is_said_to_be_known_is_here() -> None:
     """Those with latent attention are in test_sync_latent.py."""
-    assert set(WIDTH_KEY) == set(MIXTURES) - set(LATENT)
+    assert set(WIDTH_KEY) == {name for name in MIXTURES if not family_of({"model_type": name}).latent}
 
 
 @pytest.mark.parametrize(("family", "tp_size", "ep_size"), [
@@ -47,6 +53,8 @@ def test_every_family_that_is_said_to_be_known_is_here() -> None:
     pytest.param("mixtral", 2, 1, marks=[TWO_CORES, pytest.mark.full]),
     pytest.param("qwen3_moe", 2, 2, marks=[TWO_CORES, pytest.mark.full]),
     pytest.param("mixtral", 2, 2, marks=[TWO_CORES, pytest.mark.full]),
+    ("glm4_moe", 1, 1),
+    pytest.param("glm4_moe", 2, 2, marks=[TWO_CORES, pytest.mark.full]),
 ])  # fmt: skip
 def test_checksums_of_a_mixture(
     start_engine: Callable[..., Engine], tmp_path: Path, family: str, tp_size: int, ep_size: int

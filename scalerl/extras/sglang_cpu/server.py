@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from scalerl.extras.sglang_cpu.plugin import ATTENTION_BACKEND, PLUGIN
-from scalerl.models import read_config
+from scalerl.models import family_named, read_config
 from scalerl.models.shape import max_positions, rope_entries
 from scalerl.rollout.servers.engines import Launch
-from scalerl.rollout.servers.sglang.placement_arguments import LATENT
 
 STAND_INS = str(Path(__file__).resolve().parent / "stand_ins")
 # Share of the machine's memory for weights and KV cache, an upper bound; max_total_tokens limits the cache in practice.
@@ -61,7 +60,8 @@ def _rope_changes(model_path: str) -> dict[str, Any]:
     except ValueError:
         # The server will report what is wrong with the directory.
         return {}
-    if config.get("model_type") not in LATENT:
+    family = family_named(config.get("model_type"))
+    if family is None or not family.latent:
         return {}
     rope = rope_entries(config)
     if (rope.get("rope_type") or rope.get("type") or "default") != "default":

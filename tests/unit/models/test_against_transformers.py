@@ -74,7 +74,25 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 4,
         "v_head_dim": 8,
     },
+    "glm4_moe": {
+        "head_dim": 8,
+        "attention_bias": False,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.25,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 16,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "norm_topk_prob": True,
+    },
 }
+OF_FAMILY["glm4_moe_lite"] = {
+    key: value for key, value in OF_FAMILY["deepseek_v3"].items() if key != "first_k_dense_replace"
+} | {"mlp_layer_types": None}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
 ROPE_KEYS = ("factor", "low_freq_factor", "original_max_position_embeddings")
@@ -116,8 +134,13 @@ ODD: list[dict[str, Any]] = [
     {"mlp_only_layers": [0, 3]},
     {"n_shared_experts": 0},
     {"first_k_dense_replace": 0},
+    {"mlp_layer_types": ["dense"] * 4},
     {"routed_scaling_factor": 2},
     {"qk_norm": False},
+    {"use_qk_norm": 1},
+    {"partial_rotary_factor": 0.75},
+    {"partial_rotary_factor": "0.5"},
+    {"rope_parameters": {"rope_theta": 2e4, "rope_type": "default", "partial_rotary_factor": 0.75}},
 ]
 
 
@@ -147,6 +170,7 @@ def theirs(directory: Path, config: dict[str, Any]) -> dict[str, Any] | str:
         "eos": tuple(sorted(token for token in ids if token is not None)),
         "positions": hf.max_position_embeddings,
         "rope": (rope.pop("rope_theta"), rope.pop("rope_type"), *(rope.get(key) for key in ROPE_KEYS)),
+        "turned": 2 * len(model.model.rotary_emb.inv_freq),
     }
     mixtures = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts")]
     if mixtures:
@@ -179,6 +203,7 @@ def ours(config: dict[str, Any]) -> dict[str, Any] | str:
         "eos": shape.eos_token_ids,
         "positions": shape.max_position_embeddings,
         "rope": (shape.rope_theta, scaling["rope_type"], *(scaling.get(key) for key in ROPE_KEYS)),
+        "turned": shape.qk_rope_head_dim or shape.rotary_dim,
     }
     if any(shape.moe_layers):
         facts["mixtures"] = shape.moe_layers
@@ -217,8 +242,8 @@ def test_odd_config_is_what_transformers_makes_of_it(tmp_path, family):
         rest = {name: value for name, value in config.items() if name != key}
         # A value that decides the numbers is refused, or the family's default.
         wrong += disagreements(tmp_path, f"without {key}", rest, must_read=key in FAMILIES[family].defaults)
-        # transformers reads null as 0 where the head's size of qwen3_moe is missing, and fails later.
-        if (family, key) != ("qwen3_moe", "head_dim"):
+        # transformers reads null as 0 where the head's size of these is missing, and fails later.
+        if key != "head_dim" or family not in ("qwen3_moe", "glm4_moe"):
             wrong += disagreements(tmp_path, f"{key} null", config | {key: None})
     for change in ODD:
         wrong += disagreements(tmp_path, str(change), config | change)

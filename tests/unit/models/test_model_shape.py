@@ -72,7 +72,10 @@ def test_eos_tokens_of_both_files(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported: deepseek_v3, llama, .*, qwen3_moe"),
+        (
+            {"model_type": "gpt2"},
+            "model_type 'gpt2' is not supported; supported: deepseek_v3, .*, kimi_k2, .*, qwen3_moe",
+        ),
         ({"model_type": "mistral", "sliding_window": 128}, "sliding_window 128 .* max_position_embeddings 256"),
         ({"model_type": "mixtral"}, "num_local_experts is missing; num_experts_per_tok is missing"),
         (OF_EXPERTS["mixtral"] | {"model_type": "mixtral", "num_experts_per_tok": 9}, "9 exceeds the 8 experts"),

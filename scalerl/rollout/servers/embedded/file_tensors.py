@@ -9,7 +9,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-from scalerl.models import FAMILIES, MIXTURE_MODULE
+from scalerl.models import MIXTURE_MODULE, family_named
 
 # Names in the files of a model that is of no family, as most models have them.
 _EXPERT_NAMES = tuple(f"{MIXTURE_MODULE}.experts.{{e}}.{part}" for part in ("gate_proj", "up_proj", "down_proj"))
@@ -20,7 +20,7 @@ def file_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
     Tied weights appear once. model: must not require gradients.
     """
-    family = FAMILIES.get(model.config.model_type)
+    family = family_named(model.config.model_type)
     gate, up, down = (family.expert_names if family else ()) or _EXPERT_NAMES
     # transformers 5 has the experts of a layer in two tensors; the files store each expert separately.
     fused = {"gate_up_proj": (gate, up), "down_proj": (down,)}

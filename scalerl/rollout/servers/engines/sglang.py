@@ -17,11 +17,10 @@ from scalerl.config import server_violations
 from scalerl.config.schema import RolloutConfig, ServerConfig
 from scalerl.config.suggestions import divisors_text
 from scalerl.errors import UserError
-from scalerl.models import HFWeights, read_config, weight_block
+from scalerl.models import Family, HFWeights, family_named, read_config, weight_block
 from scalerl.rollout.servers.engines.base import Call, Command, Engine, Launch, check_context_length
 from scalerl.rollout.servers.requests import FLATTENED, GenerateRequest
 from scalerl.rollout.servers.sglang.placement_arguments import (
-    LATENT,
     MIXTURES,
     RUNNER,
     expert_parallel,
@@ -45,6 +44,10 @@ CONTEXT_SLACK = PROMPT_SLACK + RESPONSE_SLACK
 MAPPED_LOADER = "scalerl.rollout.servers.buckets.load_mapped"
 # Keys without which SGLang does not start; DeepSeek's own config.json has them, one that transformers writes does not.
 LATENT_CONFIG = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+NEEDED_CONFIG: dict[str, dict[str, Any]] = {
+    "deepseek_v3": LATENT_CONFIG,
+    "glm4_moe_lite": LATENT_CONFIG | {"first_k_dense_replace": 1},
+}
 # With what SGLang on a GPU keeps experts as they are loaded, so that their checksums are known, beside the kernels of
 # `plain_runner`: Triton's with the activation fused in reorder their rows.
 PLAIN_EXPERTS_ENVIRONMENT = {"SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0"}
@@ -98,7 +101,7 @@ class SGLangEngine(Engine):
             arguments["mem_fraction_static"] = _memory_fraction(config)
             arguments["enable_memory_saver"] = launch.releases_memory
             if launch.synced and (family := _checked_mixture(config, launch.model_path)) is not None:
-                arguments |= SHARED_EXPERTS_APART if family in LATENT else {}
+                arguments |= SHARED_EXPERTS_APART if family.mixture and family.mixture.shared else {}
                 arguments[RUNNER] = plain_runner(_own_arguments(config.engine_kwargs))
                 env |= PLAIN_EXPERTS_ENVIRONMENT
             if launch.gpu_ids is not None:
@@ -224,8 +227,9 @@ def _latent_changes(model_path: str) -> dict[str, Any]:
     except ValueError:
         # The server will report what is wrong with the directory.
         return {}
-    is_latent = config.get("model_type") in LATENT
-    return {key: value for key, value in LATENT_CONFIG.items() if is_latent and key not in config}
+    family = family_named(config.get("model_type"))
+    needed = NEEDED_CONFIG.get(family.model_type, {}) if family else {}
+    return {key: value for key, value in needed.items() if key not in config}
 
 
 def _on_cpu(launch: Launch) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
@@ -241,11 +245,11 @@ def _memory_fraction(config: ServerConfig) -> float:
     return share if config.kv_cache_tokens is None else max(share, GIVEN_CACHE_FRACTION)
 
 
-def _checked_mixture(config: ServerConfig, model_path: str) -> str | None:
+def _checked_mixture(config: ServerConfig, model_path: str) -> Family | None:
     """The family of the mixture with whose server a trainer compares checksums; None: it is none, or does not."""
     checks = isinstance(config, RolloutConfig) and config.verify_weights_every > 0
-    family = read_config(model_path).get("model_type") if checks else None
-    return family if family in MIXTURES else None
+    family = family_named(read_config(model_path).get("model_type")) if checks else None
+    return family if family and family.model_type in MIXTURES else None
 
 
 def _mixture_violations(

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scalerl.models import FAMILIES
+from scalerl.models import family_named
 from scalerl.rollout.servers.checksums import Placement, TensorPlace
-from scalerl.rollout.servers.sglang.placement_arguments import LATENT, MIXTURES, ExpertParallel
+from scalerl.rollout.servers.sglang.placement_arguments import FLOAT32_ROUTERS, MIXTURES, ExpertParallel
 
 # sglang.srt.layers.vocab_parallel_embedding.DEFAULT_VOCAB_PADDING_SIZE
 VOCAB_PADDING = 64
@@ -52,13 +52,14 @@ class SGLangPlacement(Placement):
         experts: how the ranks share them; None: every rank has a part of each.
         """
         self._config, self.num_ranks, self._experts = model_config, num_ranks, experts or ExpertParallel()
-        family = FAMILIES.get(str(model_config.get("model_type")))
-        names = family.expert_names if family else ()
+        self._family = family_named(model_config.get("model_type"))
+        names = self._family.expert_names if self._family else ()
         # Places by the last part of the name.
         self._expert_parts = {name.rpartition(".")[2]: place for name, place in zip(names, EXPERT_PLACES, strict=False)}
 
     def stored_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        return torch.float32 if name.endswith(ROUTER_BIAS) else dtype
+        is_router = name.endswith(".mlp.gate.weight") and self._config.get("model_type") in FLOAT32_ROUTERS
+        return torch.float32 if is_router or name.endswith(ROUTER_BIAS) else dtype
 
     def parts(self, name: str, tensor: Tensor, ranks: Sequence[int]) -> Iterator[tuple[int, TensorPlace, Tensor]]:
         if self._config.get("tie_word_embeddings") and name == "lm_head.weight":
@@ -87,9 +88,10 @@ class SGLangPlacement(Placement):
     def _place(self, name: str) -> tuple[TensorPlace, str]:
         """The place of a tensor that is no expert's, and how it is divided over the ranks (see `_shard`)."""
         match = _NAME.match(name)
-        is_latent = self._config.get("model_type") in LATENT
+        is_latent = self._family is not None and self._family.latent
+        has_bias = self._family is not None and self._family.mixture is not None and self._family.mixture.bias
         is_expert = _EXPERT_NAME.match(name) is not None
-        if match is None or is_expert or (match["leaf"] == ROUTER_BIAS and not is_latent):
+        if match is None or is_expert or (match["leaf"] == ROUTER_BIAS and not has_bias):
             raise ValueError(
                 f"expected checksums: no rule for the parameter {name!r} (dense models and {', '.join(MIXTURES)})"
             )

@@ -16,7 +16,7 @@ from tests.model_configs import CONFIGS, meta_model, read_config
 
 LARGE = sorted(CONFIGS)
 # As their model cards give them, billions.
-KNOWN = {"qwen3-8b": 8.19, "qwen3-30b-a3b": 30.5, "llama-3.1-70b": 70.6, "deepseek-v3": 671.0}
+KNOWN = {"qwen3-8b": 8.19, "qwen3-30b-a3b": 30.5, "llama-3.1-70b": 70.6, "deepseek-v3": 671.0, "kimi-k2": 1026.4}
 
 
 def shape_of(name: str, **changes: Any) -> ModelShape:
