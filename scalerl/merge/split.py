@@ -16,7 +16,7 @@ import torch
 
 from scalerl.checkpoint.pieces import Piece, boxes, write_file, write_index
 from scalerl.config.layout import PipelineSizes
-from scalerl.merge.whole_directory import whole_directory
+from scalerl.merge.writer import whole_directory
 from scalerl.models import (
     CHECKPOINT_MODEL_PREFIX,
     HFWeights,
