@@ -91,7 +91,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model that checkpoints hold, with its optimizer."""
+    """A model that checkpoints hold, with its optimizer.  role: its name on the ranks, and its directory."""
 
     role: ClassVar[str] = "actor"
     workers: WorkerGroup
@@ -145,7 +145,6 @@ class TrainedModel:
 class MegatronActor(TrainedModel):
     """The policy that is trained."""
 
-    role = "actor"
     config: ActorConfig
     # The sampler's temperature: log-probs are of softmax(logits / temperature).
     temperature: float
