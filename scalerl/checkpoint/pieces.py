@@ -64,18 +64,38 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class WrittenPiece:
-    """The place of a piece in its rank's file.  payload: where its numbers begin, in bytes from `start`."""
+class TensorSpec:
+    """Shape and dtype of a whole tensor in files."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """A box of a tensor in a rank's file.  shape: of the whole tensor.
+
+    payload: where its numbers begin, in bytes from `start`; None, as `digest`, where there is no index.
+    """
 
     key: str
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     dtype: torch.dtype
+    file: str
     start: int
     num_bytes: int
-    payload: int
-    digest: str
+    payload: int | None
+    digest: str | None
+
+    @property
+    def payload_bytes(self) -> int:
+        return prod(self.sizes) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -85,7 +105,7 @@ class WrittenFile:
     name: str
     num_bytes: int
     digest: str
-    pieces: list[WrittenPiece]
+    pieces: list[StoredPiece]
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
@@ -133,7 +153,7 @@ class _File:
         self._writeback = Writeback(self._file.fileno())
         self._position = 0
         self._hashes: list[np.ndarray] = []
-        self._pieces: list[WrittenPiece] = []
+        self._pieces: list[StoredPiece] = []
 
     def add(self, piece: Piece) -> None:
         assert piece.tensor.is_contiguous(), piece.key
@@ -149,12 +169,13 @@ class _File:
             self._write(part)
         hashes, num_bytes = digest.block_hashes(), digest.num_bytes
         self._pieces.append(
-            WrittenPiece(
+            StoredPiece(
                 piece.key,
                 piece.shape,
                 piece.offsets,
                 sizes,
                 host.dtype,
+                self._path.name,
                 start,
                 num_bytes,
                 len(before),
@@ -239,7 +260,7 @@ def write_index(directory: Path, files: Sequence[WrittenFile], common: Mapping[s
     Raises ValueError if the pieces of a tensor do not cover it exactly once, OSError if there is no room.
     """
     pieces = {file.name: file.pieces for file in files if file.pieces}
-    by_key: dict[str, list[WrittenPiece]] = {}
+    by_key: dict[str, list[StoredPiece]] = {}
     storage = {}
     for name, written in pieces.items():
         for piece in written:
@@ -275,7 +296,7 @@ def write_index(directory: Path, files: Sequence[WrittenFile], common: Mapping[s
             (directory / file.name).unlink()
 
 
-def _tensor_metadata(key: str, pieces: list[WrittenPiece]) -> metadata.TensorStorageMetadata:
+def _tensor_metadata(key: str, pieces: list[StoredPiece]) -> metadata.TensorStorageMetadata:
     _check_cover(key, pieces)
     return metadata.TensorStorageMetadata(
         properties=metadata.TensorProperties(dtype=pieces[0].dtype),
@@ -284,7 +305,7 @@ def _tensor_metadata(key: str, pieces: list[WrittenPiece]) -> metadata.TensorSto
     )
 
 
-def _check_cover(key: str, pieces: list[WrittenPiece]) -> None:
+def _check_cover(key: str, pieces: list[StoredPiece]) -> None:
     shapes = {(piece.shape, piece.dtype) for piece in pieces}
     if len(shapes) > 1:
         raise ValueError(f"ranks disagree about {key}: {sorted(map(str, shapes))}")

@@ -15,7 +15,6 @@ import resource
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -33,6 +32,8 @@ from scalerl.checkpoint.pieces import (
     CACHED_BYTES,
     METADATA_NAME,
     Digest,
+    StoredPiece,
+    TensorSpec,
     as_bytes,
     fresh_bytes,
 )
@@ -92,38 +93,6 @@ def while_there(directory: Path) -> Iterator[None]:
         ) from None
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor of a checkpoint.  shape: of the whole tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class StoredPiece:
-    """A box of a tensor in a file. payload: where its numbers begin, in bytes from `start`; None, as `digest`, where
-    there is no index."""
-
-    key: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    dtype: torch.dtype
-    file: str
-    start: int
-    num_bytes: int
-    payload: int | None
-    digest: str | None
-
-    @property
-    def payload_bytes(self) -> int:
-        return prod(self.sizes) * self.dtype.itemsize
-
-
 class DistCheckpoint:
     """The tensors of a torch_dist directory. Use as a context manager, or call close().
 
@@ -142,11 +111,11 @@ class DistCheckpoint:
         self._verified: set[tuple[str, int]] = set()
 
     @cached_property
-    def tensors(self) -> Mapping[str, StoredTensor]:
+    def tensors(self) -> Mapping[str, TensorSpec]:
         """The tensors by key, optimizer state included."""
         entries = self._metadata.state_dict_metadata
         return {
-            key: StoredTensor(tuple(entry.size), entry.properties.dtype)
+            key: TensorSpec(tuple(entry.size), entry.properties.dtype)
             for key, entry in entries.items()
             if isinstance(entry, metadata.TensorStorageMetadata)
         }
@@ -167,7 +136,7 @@ class DistCheckpoint:
 
     def pieces(self, key: str) -> Iterator[StoredPiece]:
         """The stored pieces of a tensor.  Raises DamagedCheckpointError for a piece that was not saved."""
-        self.shape(key)
+        shape = self.shape(key)
         entry = self._metadata.state_dict_metadata[key]
         assert isinstance(entry, metadata.TensorStorageMetadata), key
         for chunk in entry.chunks:
@@ -182,6 +151,7 @@ class DistCheckpoint:
             payload, digest = self._index.get((stored.relative_path, stored.offset), (None, None))
             yield StoredPiece(
                 key,
+                shape,
                 offsets,
                 tuple(chunk.sizes),
                 entry.properties.dtype,

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import torch
 
+from scalerl.checkpoint.pieces import TensorSpec
 from scalerl.checkpoint.store import COMPLETE_NAME, integrity_problem
 from scalerl.checkpoint.torch_dist import DistCheckpoint, while_there
 from scalerl.merge.copy import Copy, copy_all
-from scalerl.merge.writer import DTYPE_NAMES, TensorSpec, model_files, whole_directory
+from scalerl.merge.writer import DTYPE_NAMES, model_files, whole_directory
 from scalerl.models import (
     CHECKPOINT_MODEL_PREFIX,
     CHECKPOINT_MODEL_ROOTS,

@@ -16,8 +16,8 @@ from math import prod
 
 import torch
 
-from scalerl.checkpoint.pieces import CACHED_BYTES
-from scalerl.checkpoint.torch_dist import DistCheckpoint, PieceReader, StoredPiece, box_view, intersection
+from scalerl.checkpoint.pieces import CACHED_BYTES, StoredPiece
+from scalerl.checkpoint.torch_dist import DistCheckpoint, PieceReader, box_view, intersection
 from scalerl.merge.writer import SafetensorsFile, check_fits
 from scalerl.models import RowRange
 

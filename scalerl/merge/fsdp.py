@@ -12,18 +12,12 @@ from pathlib import Path
 
 import torch
 
+from scalerl.checkpoint.pieces import TensorSpec
 from scalerl.merge.compare import VALUE_BIAS
 from scalerl.merge.convert import DTYPES, MergeSummary, check_target, copy_beside
 from scalerl.merge.copy import run_all
 from scalerl.merge.fsdp_shards import FILE_NAME, FsdpCheckpoint, ShardedTensor, TensorBox
-from scalerl.merge.writer import (
-    DTYPE_NAMES,
-    SafetensorsFile,
-    TensorSpec,
-    check_fits,
-    model_files,
-    whole_directory,
-)
+from scalerl.merge.writer import DTYPE_NAMES, SafetensorsFile, check_fits, model_files, whole_directory
 from scalerl.models import (
     MIXTURE_MODULE,
     Family,

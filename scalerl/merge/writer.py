@@ -11,7 +11,6 @@ import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from secrets import token_hex
@@ -20,22 +19,10 @@ from types import TracebackType
 import torch
 
 from scalerl.base.files import Writeback, flush, fsync, reserve
-from scalerl.checkpoint.pieces import as_bytes
+from scalerl.checkpoint.pieces import TensorSpec, as_bytes
 from scalerl.models.weights import INDEX_NAME
 
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape and dtype of a tensor that will be written."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
 
 
 class SafetensorsFile:

@@ -13,9 +13,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from safetensors.torch import load
 
 from scalerl.base.random_states import restore_generators
-from scalerl.checkpoint.pieces import DIST_CKPT
+from scalerl.checkpoint.pieces import DIST_CKPT, StoredPiece
 from scalerl.checkpoint.store import RNG
-from scalerl.checkpoint.torch_dist import DistCheckpoint, PieceReader, StoredPiece, while_there
+from scalerl.checkpoint.torch_dist import DistCheckpoint, PieceReader, while_there
 from scalerl.errors import UserError
 from scalerl.models import CHECKPOINT_MODEL_ROOTS, ModelShape, Param, padded_vocab_size
 from scalerl.parallel.checkpoint import (
