@@ -185,7 +185,8 @@ def adopt_main_parameters(optimizer: Any) -> None:
     }
     chunk: Any
     for chunk in chunks.values():
-        chunk.start_param_sync()
+        # Waits with overlap_param_gather too: what follows may be a sync of the weights.
+        chunk.start_param_sync(force_sync=True)
 
 
 def set_num_updates(optimizer: Any, num_updates: int) -> None:
