@@ -158,7 +158,7 @@ def copied(source: Path, target: Path, *, sync: bool) -> float:
 def one_core(directory: Path) -> dict[str, float]:
     """GB/s of one core that reads a file of the page cache, hashes what its cache holds, and writes a new file."""
     from scalerl.base.files import reserve
-    from scalerl.checkpoint.digest import CACHED_BYTES, Digest
+    from scalerl.checkpoint.pieces import CACHED_BYTES, Digest
 
     part = bytearray(os.urandom(CACHED_BYTES))
     best: dict[str, float] = {"write": 0.0, "read": 0.0, "hash": 0.0}

@@ -18,9 +18,8 @@ from scalerl.base.stop import StopRequest
 from scalerl.batch import StepPlan
 from scalerl.batch.data_proto import DataProto, Jagged
 from scalerl.cluster.batch import HeldRows, PlacedBatch
-from scalerl.cluster.dispatch import Dispatch, MicroBatches, Result, register
+from scalerl.cluster.dispatch import Dispatch, MicroBatches, RankProcess, Result, Worker, register
 from scalerl.cluster.pools import ActorSpec, PooledActor, ResourcePool
-from scalerl.cluster.rank import RankProcess, Worker
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config import PPOConfig, compose
 from scalerl.data import PromptCursor

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scalerl.checkpoint.store import begin_save
+from scalerl.checkpoint.store import Kept, begin_save
 from scalerl.trainer.saving.saves import SavedModel, publish, write
 
 
 def save(
     root: str, step: int, models: Mapping[str, SavedModel], *, state: dict[str, Any], keep: int | None, **rules: Any
 ) -> Path:
-    """Writes a checkpoint, then removes old ones. models: by role.  rules: of `publish`, beside `keep`."""
+    """Writes a checkpoint, then removes old ones. models: by role.  keep, rules: of `Kept`."""
     tmp = begin_save(root, step)
     write(tmp, root, step, models, state=state)
-    return publish(tmp, root, step, keep=keep, **rules)
+    return publish(tmp, root, step, Kept(keep, **rules))

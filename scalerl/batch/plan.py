@@ -6,10 +6,9 @@ One plan serves every pass of the step (old log-probs, reference, update), so a 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 
@@ -31,12 +30,6 @@ from scalerl.batch.refine import even_out
 MicroBatch = tuple[int, ...]
 # From this many samples of a mini-batch on, one attempt at packing takes a tenth of a second.
 _MANY = 65536
-
-
-class SampleNames(Protocol):
-    """The names of rows in errors, such as a list of them."""
-
-    def __getitem__(self, row: int, /) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -121,7 +114,7 @@ def plan_step(
     mini_batches: Sequence[Sequence[int]],
     max_tokens_per_micro_batch: int,
     workload_S: Sequence[float] | np.ndarray | None = None,
-    sample_names: SampleNames | None = None,
+    name_of: Callable[[int], str] | None = None,
     micro_batch_multiple: int = 1,
     alignment: Alignment = NO_ALIGNMENT,
     keys: SizeKeys = DEFAULT_KEYS,
@@ -129,7 +122,7 @@ def plan_step(
     """Packs each mini-batch into few micro-batches, none over its tokens, and balances the ranks' workload.
 
     num_tokens_S: [S] tokens per sample.  mini_batches: row indices of each optimizer update; every row in exactly one.
-    workload_S: [S] positive cost of a sample in any unit; default: its tokens.  sample_names: [S], for errors.
+    workload_S: [S] positive cost of a sample in any unit; default: its tokens.  name_of: names a row in errors.
     micro_batch_multiple: the number of a rank's micro-batches in a mini-batch is a multiple of it (virtual pipeline).
     alignment: padding of sequences and micro-batches by the layout; it counts towards max_tokens_per_micro_batch.
     keys: configuration keys that set max_tokens_per_micro_batch and the samples of a mini-batch, for errors.
@@ -142,13 +135,16 @@ def plan_step(
     num_tokens_S = np.asarray(num_tokens_S, dtype=np.int64)
     workload_S = num_tokens_S.astype(np.float64) if workload_S is None else np.asarray(workload_S, dtype=np.float64)
     minis = [np.asarray(rows, dtype=np.int64).reshape(-1) for rows in mini_batches]
-    names = _Names(sample_names)
+
+    def named(row: int) -> str:
+        return f"sample {row}" if name_of is None else f"sample {row} ({name_of(row)})"
+
     _check_sizes(dp_size, micro_batch_multiple, max_tokens_per_micro_batch, len(minis))
     # The capacity of a bin: whole units of the alignment.
     cap = max_tokens_per_micro_batch // alignment.micro_batch * alignment.micro_batch
     sizes_S = alignment.of_sequences(num_tokens_S)
-    _check_samples(num_tokens_S, sizes_S, workload_S, cap, names, alignment, keys)
-    _check_partition(minis, len(num_tokens_S), names)
+    _check_samples(num_tokens_S, sizes_S, workload_S, cap, named, alignment, keys)
+    _check_partition(minis, len(num_tokens_S), named)
     multiple = dp_size * micro_batch_multiple
     plans, lower_bounds, num_computed = [], [], 0
     for number, rows in enumerate(minis):
@@ -286,14 +282,6 @@ def packing_metrics(num_tokens_S: Sequence[int] | np.ndarray, plan: StepPlan) ->
     }
 
 
-@dataclass(frozen=True)
-class _Names:
-    names: SampleNames | None
-
-    def __getitem__(self, row: int) -> str:
-        return f"sample {row}" if self.names is None else f"sample {row} ({self.names[row]})"
-
-
 def _check_sizes(dp_size: int, multiple: int, max_tokens_per_micro_batch: int, num_mini_batches: int) -> None:
     for name, value in (
         ("dp_size", dp_size),
@@ -310,7 +298,7 @@ def _check_samples(
     sizes_S: np.ndarray,
     workload_S: np.ndarray,
     cap: int,
-    names: _Names,
+    named: Callable[[int], str],
     alignment: Alignment,
     keys: SizeKeys,
 ) -> None:
@@ -331,17 +319,17 @@ def _check_samples(
             row = int(rows.argmax())
             facts = {"tokens": num_tokens_S[row], "size": sizes_S[row], "cap": cap, "work": workload_S[row]}
             needed = alignment.of_micro_batch(int(sizes_S[row]))
-            raise ValueError(f"{names[row]} " + problem.format(**facts, needed=needed))
+            raise ValueError(f"{named(row)} " + problem.format(**facts, needed=needed))
 
 
-def _check_partition(minis: list[np.ndarray], num_samples: int, names: _Names) -> None:
+def _check_partition(minis: list[np.ndarray], num_samples: int, named: Callable[[int], str]) -> None:
     rows = np.concatenate(minis)
     if len(rows) and not (rows.min() >= 0 and rows.max() < num_samples):
         raise ValueError(f"mini_batches hold rows {rows.min()}..{rows.max()}, the batch has rows 0..{num_samples - 1}")
     times = np.bincount(rows, minlength=num_samples)
     if (times != 1).any():
         row = int((times != 1).argmax())
-        raise ValueError(f"mini_batches must hold every row once: {names[row]} occurs {times[row]} times")
+        raise ValueError(f"mini_batches must hold every row once: {named(row)} occurs {times[row]} times")
 
 
 def _too_few_rows(number: int, num_rows: int, dp_size: int, multiple: int, keys: SizeKeys) -> str:

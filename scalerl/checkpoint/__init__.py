@@ -1,7 +1,7 @@
 """Checkpoints as files, without Megatron.
 
-`store` has the directories, `torch_dist` and `pieces` read and write the tensors in them, `digest` detects damage, and
-`errors` names it. Which parts of a model are saved is decided in `parallel/checkpoint.py`.
+`store` has the directories, `torch_dist` and `pieces` read and write the tensors in them with digests, and `errors`
+names damage. Which parts of a model are saved is decided in `parallel/checkpoint.py`.
 """
 
 from __future__ import annotations

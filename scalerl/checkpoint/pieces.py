@@ -1,13 +1,21 @@
-"""Writing of a torch_dist directory, in which every rank has one file.
+"""Writing of a torch_dist directory, in which every rank has one file, and the digests of what is written.
 
 A rank writes the pieces that it holds; only their descriptions are gathered. The format is torch's (each piece is
 what `torch.save` makes of it), so that whatever reads torch_dist directories reads these.
+
+A digest is about as fast as memory, and different after any change of one byte. A block of 4 KiB is 512 words of 64
+bits; its hash is the sum of word times key modulo 2^64 (a multilinear hash with a fixed random odd key for each word,
+so no change of a single word is lost). SHA-256 over the hashes of the blocks and the number of bytes is the digest. It
+detects damage; it is no protection from forgery.
 """
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import io
 import json
+import mmap
 import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,15 +33,24 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from scalerl.base.files import Writeback, flush
 from scalerl.checkpoint import PIECES_INDEX_NAME
-from scalerl.checkpoint.digest import ALGORITHM, BLOCK_BYTES, CACHED_BYTES, Data, Digest, digest_of_blocks
-from scalerl.checkpoint.torch_dist import METADATA_NAME, as_bytes, fresh_bytes
 
+METADATA_NAME = ".metadata"
 # Subdirectory of a model's directory in a checkpoint.
 DIST_CKPT = "dist_ckpt"
 # Bytes of a tensor that are copied from its device, read or checked at a time.
 MAX_PIECE_BYTES = 64 * 2**20
 # Small writes are collected up to this.
 _BUFFER_BYTES = 2**16
+
+BLOCK_BYTES = 4096
+ALGORITHM = "multilinear64-4096"
+_WORDS = BLOCK_BYTES // 8
+_KEYS = np.concatenate(
+    [np.frombuffer(hashlib.sha256(b"scalerl %d" % i).digest(), "<u8") for i in range(_WORDS // 4)]
+) | np.uint64(1)
+# Bytes that are read or written and hashed at a time: they stay in a processor's cache meanwhile.
+CACHED_BYTES = 2 * 2**20
+Data = bytes | bytearray | memoryview | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -47,18 +64,38 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class WrittenPiece:
-    """The place of a piece in its rank's file.  payload: where its numbers begin, in bytes from `start`."""
+class TensorSpec:
+    """Shape and dtype of a whole tensor in files."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """A box of a tensor in a rank's file.  shape: of the whole tensor.
+
+    payload: where its numbers begin, in bytes from `start`; None, as `digest`, where there is no index.
+    """
 
     key: str
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     dtype: torch.dtype
+    file: str
     start: int
     num_bytes: int
-    payload: int
-    digest: str
+    payload: int | None
+    digest: str | None
+
+    @property
+    def payload_bytes(self) -> int:
+        return prod(self.sizes) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -68,7 +105,7 @@ class WrittenFile:
     name: str
     num_bytes: int
     digest: str
-    pieces: list[WrittenPiece]
+    pieces: list[StoredPiece]
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
@@ -116,7 +153,7 @@ class _File:
         self._writeback = Writeback(self._file.fileno())
         self._position = 0
         self._hashes: list[np.ndarray] = []
-        self._pieces: list[WrittenPiece] = []
+        self._pieces: list[StoredPiece] = []
 
     def add(self, piece: Piece) -> None:
         assert piece.tensor.is_contiguous(), piece.key
@@ -124,24 +161,21 @@ class _File:
         host = piece.tensor.detach().to("cpu")
         before, after = _around_numbers(host.dtype, sizes)
         numbers = as_bytes(host)
-        # A small piece takes time for calls, not bytes; a part of a large one is written while the cache still has it.
-        if len(numbers) <= CACHED_BYTES:
-            parts: list[bytes | memoryview] = [b"".join((before, numbers, after))]
-        else:
-            cached = (numbers[first : first + CACHED_BYTES] for first in range(0, len(numbers), CACHED_BYTES))
-            parts = [before, *cached, after]
+        # A part is written while the cache still has it.
+        cached = (numbers[first : first + CACHED_BYTES] for first in range(0, len(numbers), CACHED_BYTES))
         digest = Digest()
-        for part in parts:
+        for part in (before, *cached, after):
             digest.update(part)
             self._write(part)
         hashes, num_bytes = digest.block_hashes(), digest.num_bytes
         self._pieces.append(
-            WrittenPiece(
+            StoredPiece(
                 piece.key,
                 piece.shape,
                 piece.offsets,
                 sizes,
                 host.dtype,
+                self._path.name,
                 start,
                 num_bytes,
                 len(before),
@@ -226,7 +260,7 @@ def write_index(directory: Path, files: Sequence[WrittenFile], common: Mapping[s
     Raises ValueError if the pieces of a tensor do not cover it exactly once, OSError if there is no room.
     """
     pieces = {file.name: file.pieces for file in files if file.pieces}
-    by_key: dict[str, list[WrittenPiece]] = {}
+    by_key: dict[str, list[StoredPiece]] = {}
     storage = {}
     for name, written in pieces.items():
         for piece in written:
@@ -262,7 +296,7 @@ def write_index(directory: Path, files: Sequence[WrittenFile], common: Mapping[s
             (directory / file.name).unlink()
 
 
-def _tensor_metadata(key: str, pieces: list[WrittenPiece]) -> metadata.TensorStorageMetadata:
+def _tensor_metadata(key: str, pieces: list[StoredPiece]) -> metadata.TensorStorageMetadata:
     _check_cover(key, pieces)
     return metadata.TensorStorageMetadata(
         properties=metadata.TensorProperties(dtype=pieces[0].dtype),
@@ -271,7 +305,7 @@ def _tensor_metadata(key: str, pieces: list[WrittenPiece]) -> metadata.TensorSto
     )
 
 
-def _check_cover(key: str, pieces: list[WrittenPiece]) -> None:
+def _check_cover(key: str, pieces: list[StoredPiece]) -> None:
     shapes = {(piece.shape, piece.dtype) for piece in pieces}
     if len(shapes) > 1:
         raise ValueError(f"ranks disagree about {key}: {sorted(map(str, shapes))}")
@@ -279,3 +313,82 @@ def _check_cover(key: str, pieces: list[WrittenPiece]) -> None:
     starts = sorted(piece.offsets for piece in pieces)
     if covered != whole or any(start == following for start, following in pairwise(starts)):
         raise ValueError(f"{key}: its {len(pieces)} pieces hold {covered} of {whole} elements")
+
+
+# --- digests, and the bytes that they are of ---
+
+
+class Digest:
+    """The digest of bytes that are given in several parts, in order."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._hashes: list[np.ndarray] = []
+        self._rest = b""
+
+    def update(self, data: Data) -> None:
+        """Adds the next bytes."""
+        view = np.frombuffer(data, np.uint8)
+        self.num_bytes += view.size
+        if self._rest:
+            missing = BLOCK_BYTES - len(self._rest)
+            self._rest += view[:missing].tobytes()
+            view = view[missing:]
+            if len(self._rest) < BLOCK_BYTES:
+                return
+            self._hashes.append(_hash_blocks(np.frombuffer(self._rest, np.uint8)))
+        whole = view.size // BLOCK_BYTES * BLOCK_BYTES
+        if whole:
+            self._hashes.append(_hash_blocks(view[:whole]))
+        self._rest = view[whole:].tobytes()
+
+    def block_hashes(self) -> np.ndarray:
+        """The hashes of all blocks, [blocks] uint64; the last block is filled up with zeros."""
+        last = []
+        if self._rest:
+            last = [_hash_blocks(np.frombuffer(self._rest.ljust(BLOCK_BYTES, b"\0"), np.uint8))]
+        return np.concatenate([np.empty(0, "<u8"), *self._hashes, *last])
+
+    def hexdigest(self) -> str:
+        """The digest of all bytes so far, 32 hex digits."""
+        return digest_of_blocks([self.block_hashes()], self.num_bytes)
+
+
+def digest_of_blocks(hashes: Iterable[np.ndarray], num_bytes: int) -> str:
+    """The digest of blocks, 32 hex digits. hashes: arrays of the blocks' hashes, all in order."""
+    digest = hashlib.sha256()
+    for part in hashes:
+        digest.update(np.ascontiguousarray(part, "<u8").data)
+    digest.update(num_bytes.to_bytes(8, "little"))
+    return digest.hexdigest()[:32]
+
+
+def digest_of_file(path: Path) -> str:
+    """The digest of a file's bytes, 32 hex digits."""
+    digest, buffer = Digest(), bytearray(CACHED_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:size])
+    return digest.hexdigest()
+
+
+def _hash_blocks(data: np.ndarray) -> np.ndarray:
+    return np.einsum("ij,j->i", data.view("<u8").reshape(-1, _WORDS), _KEYS)
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, which stays as long as this view of it.
+
+    Not by numpy: a storage that numpy has seen can no longer be resized, so its parameter could not leave its device.
+    """
+    assert tensor.is_contiguous() and tensor.device.type == "cpu", (tensor.device, tensor.stride())
+    memory: Any = (ctypes.c_ubyte * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+    memory.tensor = tensor
+    return memoryview(memory).cast("B")
+
+
+def fresh_bytes(num_bytes: int) -> torch.Tensor:
+    """[num_bytes] uint8 whose memory is returned to the system with it; malloc would keep much of it for its thread."""
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)

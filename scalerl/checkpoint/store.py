@@ -219,15 +219,15 @@ def check_checkpoint(directory: str | os.PathLike[str], *, digests: bool = False
 
 
 def _algorithm() -> str:
-    # Imported here and below: digests need numpy, and who only looks which checkpoints there are need not wait for it.
-    from scalerl.checkpoint.digest import ALGORITHM
+    # Imported here and below: digests need torch, and who only looks which checkpoints there are need not wait for it.
+    from scalerl.checkpoint.pieces import ALGORITHM
 
     return ALGORITHM
 
 
 def _digests(root: Path, names: Iterable[str]) -> dict[str, str]:
     """The digests of files below root, which several threads read now."""
-    from scalerl.checkpoint.digest import digest_of_file
+    from scalerl.checkpoint.pieces import digest_of_file
 
     names = list(names)
     with ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
@@ -414,32 +414,25 @@ class Kept:
         return [step for step in surplus if step not in stay]
 
 
-def rotate(
-    root: str | os.PathLike[str],
-    keep: int | None,
-    *,
-    best: Best | None = None,
-    every: int | None = None,
-    spare: Collection[int] = (),
-) -> list[str]:
-    """Removes the checkpoints that no rule keeps (`Kept`); returns the names removed. Call after commit().
+def rotate(root: str | os.PathLike[str], kept: Kept, *, spare: Collection[int] = ()) -> list[str]:
+    """Removes the checkpoints that the rule does not keep; returns the names removed. Call after commit().
 
     What is not whole, or cannot be read, is neither counted nor removed. Also removes what killed saves and removals
     left behind. What cannot be read or removed is named by a UserWarning, since nothing of a run depends on it, and
     tried again the next time.
     spare: steps whose checkpoints are being read, and go the next time.
     """
-    root, kept = Path(root), Kept(keep, best, every)
+    root = Path(root)
     tracked = _tracked_step(root)
     remove_leftovers(root)
-    if keep is None:
+    if kept.newest is None:
         return []
     states = {}
     for step in checkpoint_steps(root):
         directory = root / DIRECTORY_FORMAT.format(step)
         try:
             if integrity_problem(directory) is None:
-                states[step] = {} if best is None else read_trainer_state(directory)
+                states[step] = {} if kept.best is None else read_trainer_state(directory)
         except (OSError, ValueError) as error:
             warnings.warn(f"{directory} stays, as it cannot be read: {error}", stacklevel=2)
     surplus = [DIRECTORY_FORMAT.format(s) for s in kept.surplus(list(states), tracked, states) if s not in spare]

@@ -7,17 +7,14 @@ numbers.
 
 from __future__ import annotations
 
-import ctypes
 import io
 import json
-import mmap
 import os
 import pickle
 import resource
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -28,12 +25,19 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
 from scalerl.checkpoint import PIECES_INDEX_NAME
-from scalerl.checkpoint.digest import ALGORITHM, BLOCK_BYTES, CACHED_BYTES, Digest
 from scalerl.checkpoint.errors import CheckpointReadError, DamagedCheckpointError, RemovedCheckpointError, read_error
+from scalerl.checkpoint.pieces import (
+    ALGORITHM,
+    BLOCK_BYTES,
+    CACHED_BYTES,
+    METADATA_NAME,
+    Digest,
+    StoredPiece,
+    TensorSpec,
+    as_bytes,
+    fresh_bytes,
+)
 
-METADATA_NAME = ".metadata"
-# Pieces of up to so many bytes are read in one go; a merge has those of all ranks that share a row open at a time.
-_SMALL_BYTES = 2**18
 # Files that a process has open, without those of a checkpoint.
 _OTHER_FILES = 512
 
@@ -89,38 +93,6 @@ def while_there(directory: Path) -> Iterator[None]:
         ) from None
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor of a checkpoint.  shape: of the whole tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class StoredPiece:
-    """A box of a tensor in a file. payload: where its numbers begin, in bytes from `start`; None, as `digest`, where
-    there is no index."""
-
-    key: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    dtype: torch.dtype
-    file: str
-    start: int
-    num_bytes: int
-    payload: int | None
-    digest: str | None
-
-    @property
-    def payload_bytes(self) -> int:
-        return prod(self.sizes) * self.dtype.itemsize
-
-
 class DistCheckpoint:
     """The tensors of a torch_dist directory. Use as a context manager, or call close().
 
@@ -139,11 +111,11 @@ class DistCheckpoint:
         self._verified: set[tuple[str, int]] = set()
 
     @cached_property
-    def tensors(self) -> Mapping[str, StoredTensor]:
+    def tensors(self) -> Mapping[str, TensorSpec]:
         """The tensors by key, optimizer state included."""
         entries = self._metadata.state_dict_metadata
         return {
-            key: StoredTensor(tuple(entry.size), entry.properties.dtype)
+            key: TensorSpec(tuple(entry.size), entry.properties.dtype)
             for key, entry in entries.items()
             if isinstance(entry, metadata.TensorStorageMetadata)
         }
@@ -164,7 +136,7 @@ class DistCheckpoint:
 
     def pieces(self, key: str) -> Iterator[StoredPiece]:
         """The stored pieces of a tensor.  Raises DamagedCheckpointError for a piece that was not saved."""
-        self.shape(key)
+        shape = self.shape(key)
         entry = self._metadata.state_dict_metadata[key]
         assert isinstance(entry, metadata.TensorStorageMetadata), key
         for chunk in entry.chunks:
@@ -179,6 +151,7 @@ class DistCheckpoint:
             payload, digest = self._index.get((stored.relative_path, stored.offset), (None, None))
             yield StoredPiece(
                 key,
+                shape,
                 offsets,
                 tuple(chunk.sizes),
                 entry.properties.dtype,
@@ -322,13 +295,8 @@ class PieceReader:
         self._digest, self._position = Digest(), 0
         # Where there is no index only the whole piece can be read.
         self._whole = checkpoint._unpickle(piece).view(-1) if piece.payload is None else None
-        # All of a small piece, which takes more time for calls than for bytes.
-        self._small: memoryview | None = None
-        has_numbers = piece.payload is not None and piece.payload + piece.payload_bytes <= piece.num_bytes
-        if has_numbers and piece.num_bytes <= _SMALL_BYTES:
-            self._small = memoryview(bytearray(piece.num_bytes + -piece.num_bytes % BLOCK_BYTES))
-            checkpoint._fill(piece, self._small, piece.start)
-            self._digest.update(self._small[: piece.num_bytes])
+        if piece.payload is not None and piece.payload + piece.payload_bytes > piece.num_bytes:
+            raise checkpoint._damaged(piece, "has no room for its numbers")
         self._skip(piece.payload or 0)
 
     def read_into(self, target: torch.Tensor) -> None:
@@ -372,52 +340,24 @@ class PieceReader:
         self._skip(self._piece.num_bytes - self._position)
         if self._piece.digest is None:
             return
-        if self._small is not None:
-            behind = self._small[self._piece.num_bytes :]
-        else:
-            behind = memoryview(bytearray(-self._piece.num_bytes % BLOCK_BYTES))
-            self._checkpoint._fill(self._piece, behind, self._piece.start + self._piece.num_bytes)
+        behind = memoryview(bytearray(-self._piece.num_bytes % BLOCK_BYTES))
+        self._checkpoint._fill(self._piece, behind, self._piece.start + self._piece.num_bytes)
         if any(behind) or self._digest.hexdigest() != self._piece.digest:
             raise self._checkpoint._damaged(self._piece, "its bytes are not those that were saved")
         self._checkpoint._verified.add((self._piece.file, self._piece.start))
 
     def _skip(self, num_bytes: int) -> None:
-        if self._small is not None:
-            self._position += num_bytes
-            return
         buffer = memoryview(bytearray(min(num_bytes, CACHED_BYTES)))
         for start in range(0, num_bytes, CACHED_BYTES):
             self._read(buffer[: num_bytes - start])
 
     def _read(self, out: memoryview) -> None:
-        if self._small is not None:
-            out[:] = self._small[self._position : self._position + len(out)]
-            self._position += len(out)
-            return
         # A part is hashed while the processor's cache still has it.
         for start in range(0, len(out), CACHED_BYTES):
             part = out[start : start + CACHED_BYTES]
             self._checkpoint._fill(self._piece, part, self._piece.start + self._position)
             self._digest.update(part)
             self._position += len(part)
-
-
-def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, which stays as long as this view of it.
-
-    Not by numpy: a storage that numpy has seen can no longer be resized, so its parameter could not leave its device.
-    """
-    assert tensor.is_contiguous() and tensor.device.type == "cpu", (tensor.device, tensor.stride())
-    memory: Any = (ctypes.c_ubyte * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
-    memory.tensor = tensor
-    return memoryview(memory).cast("B")
-
-
-def fresh_bytes(num_bytes: int) -> torch.Tensor:
-    """[num_bytes] uint8 whose memory is returned to the system with it; malloc would keep much of it for its thread."""
-    if num_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
 
 
 def intersection(one: Box, other: Box) -> Box | None:

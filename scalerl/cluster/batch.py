@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import ray
 
 from scalerl.batch import StepPlan
 from scalerl.batch.columns import Column
@@ -110,9 +111,6 @@ class ShardedBatch:
 
 def reshard_on_driver(column: TokenColumn, plan: StepPlan) -> list[Any]:
     """The shards of a column under another plan, made by the driver: for a batch that no rollout worker holds."""
-    # Not for a dry run, whose checks import this module.
-    import ray
-
     rows = np.argsort(column.plan.rows_by_rank)
     joined = DataProto.concat(ray.get(list(column.shards)))
     return [ray.put(joined.select(rows[list(plan.rows(dp_rank))].tolist())) for dp_rank in range(plan.dp_size)]

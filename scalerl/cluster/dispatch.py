@@ -1,8 +1,13 @@
-"""`@register`: declares how a `WorkerGroup` calls a method of its workers, and gives the call its types."""
+"""The ranks' side of a call: `@register` says how a `WorkerGroup` calls a method, and `RankProcess` runs the method.
+
+The declaration gives the call through the group its types. `Worker` is the object in a rank's process with the methods.
+"""
 
 from __future__ import annotations
 
 import functools
+import pickle
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -22,18 +27,25 @@ from typing import (
 )
 
 import numpy as np
+import ray
 
 from scalerl.batch.data_proto import DataProto
+from scalerl.cluster.heartbeat import heartbeat
+from scalerl.cluster.pools import Reusable
 from scalerl.tracking.metrics import Metric
 
 if TYPE_CHECKING:
     from scalerl.cluster.batch import ShardedBatch
     from scalerl.cluster.worker_group import WorkerGroup
+    from scalerl.parallel.layout import Layout
 
 # [mini-batch][micro-batch] -> positions in the shard's rows.
 MicroBatches = Sequence[Sequence[Sequence[int]]]
 # What a DP_COMPUTE_PROTO method returns on its rank: metrics, and token and sample columns of the shard's rows.
 Result = tuple[dict[str, Metric], DataProto | None]
+
+# What the driver fetches of it: metrics, and sample columns, which are empty except on an output rank.
+Answer = tuple[dict[str, Metric], dict[str, np.ndarray]]
 
 # Own: arguments and result of the method on its rank. P, R: of the call through the group.
 OwnP = ParamSpec("OwnP")
@@ -237,3 +249,85 @@ def registration_of(method: Any) -> Registration[..., Any]:
     if not isinstance(registration, Registration):
         raise TypeError(f"{getattr(method, '__qualname__', method)} carries no @register: a group cannot call it")
     return registration
+
+
+# --- the process of a rank ---
+
+
+class Worker(Reusable):
+    """The object that serves one run on a rank. `WorkerGroup.call` calls the methods that carry @register.
+
+    A subclass says how its ranks meet: rank 0's `rendezvous` returns an address, which every rank's `join` gets.
+    """
+
+    def __init__(self, rank: int, layout: Layout, **init: Any) -> None:
+        self.rank, self.layout = rank, layout
+
+    def rendezvous(self) -> Any:
+        raise NotImplementedError
+
+    def join(self, address: Any) -> None:
+        raise NotImplementedError
+
+
+class RankProcess(Reusable):
+    """The actor process of one rank, which may serve several runs with workers of different classes."""
+
+    def __init__(self, cls: type[Worker], rank: int, layout: Layout, **init: Any) -> None:
+        """Makes the worker.  cls, **init: its class, and what its constructor takes beside rank and layout."""
+        with heartbeat().phase("start"):
+            self.worker = cls(rank, layout, **init)
+
+    def rendezvous(self) -> Any:
+        return self.worker.rendezvous()
+
+    def join(self, address: Any) -> None:
+        with heartbeat().phase("join"):
+            self.worker.join(address)
+
+    def leave(self) -> None:
+        with heartbeat().phase("leave"):
+            self.worker.leave()
+            super().leave()
+
+    def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a registered method and returns its value.
+
+        method: of the worker, or `module:function` of a file of the user's own that this process imported.
+        """
+        function = self._method(method)
+        with heartbeat().phase(method):
+            return function(*args, **kwargs)
+
+    def run_packed(self, call: bytes) -> Any:
+        """`run` with its arguments, all pickled together: (method, args, kwargs)."""
+        method, args, kwargs = pickle.loads(call)
+        return self.run(method, *args, **kwargs)
+
+    # Two return values: the driver fetches the first, and keeps only a reference to the second.
+    @ray.method(num_returns=2)
+    def run_on_shard(self, call: bytes, shard: bytes, *tokens: DataProto) -> tuple[Answer, DataProto | None]:
+        """Puts the shard of a DP_COMPUTE_PROTO call together, then calls the method.
+
+        call: the method's name and its keyword arguments, pickled.  shard: its micro-batches, as positions in the
+        shard's rows, and its sample columns, pickled.  tokens: its token columns.
+        Returns the answer and the token columns; only an output rank returns columns, as the group collects its alone.
+        """
+        method, kwargs = pickle.loads(call)
+        micro_batches, samples = pickle.loads(shard)
+        batch = DataProto(samples=samples)
+        for column in tokens:
+            batch = batch.union(DataProto(column.tokens))
+        function = self._method(method)
+        metrics: dict[str, Metric]
+        with heartbeat().phase(method):
+            metrics, columns = function(batch, micro_batches, **kwargs)
+        if columns is None or not self.worker.layout.is_output_rank(self.worker.rank):
+            return (metrics, {}), None
+        return (metrics, columns.samples), DataProto(columns.tokens) if columns.tokens else None
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        module, _, function = name.rpartition(":")
+        if module:
+            return functools.partial(getattr(sys.modules[module], function), self.worker)
+        return getattr(self.worker, name)

@@ -1,4 +1,4 @@
-"""`WorkerError`, and what it says of a call that failed: which rank, where it is, the cause and its last output."""
+"""`WorkerError`, and what it says of a failed call: which rank or actor, where it is, the cause and its last output."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ray.exceptions import RayTaskError
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from scalerl.checkpoint.errors import DamagedCheckpointError
 from scalerl.cluster.hang_report import report_of
@@ -87,3 +88,23 @@ class Failures:
 def _short(place: Coordinates) -> str:
     """The coordinates that are not 0."""
     return ", ".join(f"{name}={number}" for name, number in vars(place).items() if number) or "first of all groups"
+
+
+# --- calls to single actors ---
+
+
+def values_of(what: str, refs: list[Any], timeout_s: float, key: str = "trainer.timeout_s") -> list[Any]:
+    """Waits for the values of calls to actors.
+
+    what: the calls, for errors.  key: the configuration key that sets timeout_s.
+    Raises what the actor raised; WorkerError when it died or did not answer in time.
+    """
+    try:
+        return ray.get(refs, timeout=timeout_s)
+    except RayTaskError as error:
+        raise error.cause from None
+    except RayActorError as error:
+        died = f"{what}: the process died: {str(error).splitlines()[0]}"
+        raise WorkerError(f"{died}\n{last_words(error.actor_id)}") from None
+    except GetTimeoutError:
+        raise WorkerError(f"{what}: no answer within {key}={timeout_s:.0f} s") from None

@@ -45,7 +45,6 @@ class Heartbeat:
 
     def __init__(self, logs: Path) -> None:
         self.files = BeatFiles.of(logs, os.getpid())
-        self.rank = -1
         self._phases: list[tuple[str, float]] = [(IDLE, time.time())]
         self._writing = threading.Lock()
         threading.Thread(target=self._beat_for_ever, name="heartbeat", daemon=True).start()
@@ -64,7 +63,7 @@ class Heartbeat:
         name, since = self._phases[-1]
         # A full or lost disk must not end a rank that works.
         with contextlib.suppress(OSError), self._writing:
-            _write(self.files.beat, {"rank": self.rank, "phase": name, "since": since, "at": time.time()})
+            _write(self.files.beat, {"phase": name, "since": since, "at": time.time()})
 
     def _beat_for_ever(self) -> None:
         while True:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -26,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 # Prefix of session directories, one per run. Short: they hold sockets, whose paths have at most 107 characters.
 PREFIX = "scalerl-ray-"
-_COLOURS = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 AUTH_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
@@ -58,19 +56,7 @@ def session_directory(logs_to: Path | None = None, parent: Path | None = None) -
 def _keep_logs(directory: Path, logs_to: Path) -> None:
     for logs in directory.glob("session_*/logs"):
         if not logs.parent.is_symlink():
-            shutil.copytree(
-                logs, logs_to, dirs_exist_ok=True, ignore_dangling_symlinks=True, copy_function=_copy_without_colours
-            )
-
-
-def _copy_without_colours(source: str, target: str) -> None:
-    """Copies a file; a text without the escapes that colour Ray's warnings in a terminal."""
-    with open(source, "rb") as log, open(target, "wb") as copy:
-        is_text = b"\0" not in log.read(8192)
-        log.seek(0)
-        for line in log:
-            copy.write(_COLOURS.sub(b"", line) if is_text else line)
-    shutil.copystat(source, target)
+            shutil.copytree(logs, logs_to, dirs_exist_ok=True, ignore_dangling_symlinks=True)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from scalerl.base.user_code import called, is_users_own, place_of
 from scalerl.cluster.batch import ShardedBatch
 from scalerl.cluster.dispatch import (
+    Answer,
     Collected,
     DispatchMode,
     Execute,
@@ -23,8 +24,10 @@ from scalerl.cluster.dispatch import (
     OwnP,
     OwnR,
     P,
+    RankProcess,
     Registration,
     T,
+    Worker,
     WorkerMethod,
     registration_of,
     the_same_for_all,
@@ -32,7 +35,6 @@ from scalerl.cluster.dispatch import (
 from scalerl.cluster.failures import Failures, WorkerError
 from scalerl.cluster.kill import kill_processes
 from scalerl.cluster.pools import ActorSpec, ResourcePool
-from scalerl.cluster.rank import Answer, RankProcess, Worker
 from scalerl.cluster.worker_logs import last_words
 from scalerl.parallel.layout import Layout
 from scalerl.tracking.metrics import merge_metrics
@@ -214,8 +216,8 @@ class WorkerGroup:
 
         def collected() -> Collected:
             answers: list[Answer] = self._wait(name, refs)
-            merged = merge_metrics(answer.metrics for answer in answers)
-            joined = batch.joined_samples([answers[rank].samples for rank in outputs])
+            merged = merge_metrics(metrics for metrics, _ in answers)
+            joined = batch.joined_samples([answers[rank][1] for rank in outputs])
             return Collected(merged, joined, [columns[rank] for rank in outputs])
 
         return Future(collected)

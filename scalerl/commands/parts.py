@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from scalerl.base.directory_lock import directory_lock
-from scalerl.checkpoint.digest import digest_of_file
+from scalerl.checkpoint.pieces import digest_of_file
 from scalerl.config import GenerationConfig, flatten
 from scalerl.data.files import DataFile
 from scalerl.data.tables import with_columns, write_table

@@ -13,7 +13,7 @@ from scalerl.errors import EXIT_FAILED, EXIT_USER_ERROR, CommandParser, RunError
 from scalerl.merge.compare import comparison_report
 from scalerl.merge.convert import DTYPES, merge
 from scalerl.merge.fsdp import merge_fsdp
-from scalerl.merge.split import SplitSizes, split
+from scalerl.merge.split import split, split_sizes
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 # Options of split -> the size of a layout that each sets.
@@ -101,7 +101,7 @@ def _merge(args: argparse.Namespace) -> int:
 
 def _split(args: argparse.Namespace) -> int:
     model = model_directory(args.model, "split MODEL")
-    num_ranks = split(model, args.target, SplitSizes(**{f"{name}_size": getattr(args, name) for name in _SIZES}))
+    num_ranks = split(model, args.target, split_sizes(**{name: getattr(args, name) for name in _SIZES}))
     print(f"split over {num_ranks} rank{'s' if num_ranks > 1 else ''}: {args.target}")
     return 0
 

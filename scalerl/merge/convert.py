@@ -6,24 +6,17 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from scalerl.checkpoint.pieces import TensorSpec
 from scalerl.checkpoint.store import COMPLETE_NAME, integrity_problem
 from scalerl.checkpoint.torch_dist import DistCheckpoint, while_there
-from scalerl.merge.copy import copies, copy_all
-from scalerl.merge.whole_directory import whole_directory
-from scalerl.merge.writer import (
-    DTYPE_NAMES,
-    SafetensorsFile,
-    TensorSpec,
-    file_name,
-    plan_files,
-    write_safetensors_index,
-)
+from scalerl.merge.copy import Copy, copy_all
+from scalerl.merge.writer import DTYPE_NAMES, model_files, whole_directory
 from scalerl.models import (
     CHECKPOINT_MODEL_PREFIX,
     CHECKPOINT_MODEL_ROOTS,
@@ -51,11 +44,10 @@ class MergeSummary:
     seconds: float
 
     @classmethod
-    def of(
-        cls, target: Path, specs: Mapping[str, TensorSpec], num_files: int, dtype: torch.dtype, start: float
-    ) -> MergeSummary:
+    def of(cls, target: Path, specs: Mapping[str, TensorSpec], dtype: torch.dtype, start: float) -> MergeSummary:
         """The summary of a merge that has ended.  specs: of what was written.  start: time.monotonic() as it began."""
         num_bytes = sum(spec.num_bytes for spec in specs.values())
+        num_files = len(list(target.glob("*.safetensors")))
         return cls(target, len(specs), num_bytes, num_files, dtype_name(dtype), time.monotonic() - start)
 
 
@@ -87,13 +79,13 @@ def merge(
     out_dtype = _out_dtype(checkpoint, [keys[p.name] for p in family.params(shape) if not p.keeps_float32], dtype)
 
     with while_there(actor_dir), closing(checkpoint), whole_directory(target) as directory:
-        specs, num_files = _write_tensors(
+        specs = _write_tensors(
             directory, checkpoint, keys, family.params(shape), shape, out_dtype, max_shard_bytes, num_workers
         )
         copy_beside(hf_dir, directory, out_dtype)
         with HFWeights(directory) as written:
             written.check(family, ModelShape.from_hf(directory))
-    return MergeSummary.of(target, specs, num_files, out_dtype, start)
+    return MergeSummary.of(target, specs, out_dtype, start)
 
 
 def _actor_dir(local_dir: Path) -> Path:
@@ -197,28 +189,20 @@ def _write_tensors(
     dtype: torch.dtype,
     max_shard_bytes: int,
     num_workers: int | None,
-) -> tuple[dict[str, TensorSpec], int]:
+) -> dict[str, TensorSpec]:
+    """Writes the tensors, and returns their specs by name."""
     dtypes = [checkpoint.tensors[keys[p.name]].dtype if p.keeps_float32 else dtype for p in params]
     groups = [
         {n: TensorSpec(size, to) for n, size in p.hf_shapes(shape).items()}
         for p, to in zip(params, dtypes, strict=True)
     ]
-    plan = plan_files(groups, max_shard_bytes)
-    names = [file_name(index, len(plan)) for index in range(len(plan))]
-    specs = [{n: spec for i in members for n, spec in groups[i].items()} for members in plan]
-    with ExitStack() as stack:
-        opened = [
-            stack.enter_context(SafetensorsFile(out_dir / name, file_specs))
-            for name, file_specs in zip(names, specs, strict=True)
+    with model_files(out_dir, groups, max_shard_bytes) as files:
+        wanted = [
+            Copy(keys[param.name], param.rows_of(shape), {name: files[name] for name in param.hf}, to)
+            for param, to in zip(params, dtypes, strict=True)
         ]
-        files = {n: file for file, file_specs in zip(opened, specs, strict=True) for n in file_specs}
-        copy_all(checkpoint, copies(params, keys, shape, dtypes, files), num_workers)
-    all_specs = {n: spec for group in groups for n, spec in group.items()}
-    if len(plan) > 1:
-        write_safetensors_index(
-            out_dir, {n: name for name, file_specs in zip(names, specs, strict=True) for n in file_specs}, all_specs
-        )
-    return all_specs, len(plan)
+        copy_all(checkpoint, wanted, num_workers)
+    return {name: spec for group in groups for name, spec in group.items()}
 
 
 def copy_beside(hf_dir: Path, out_dir: Path, dtype: torch.dtype) -> None:

@@ -8,23 +8,20 @@ while a processor's cache has them: memory is passed once, and no tensor is ever
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import torch
 
-from scalerl.checkpoint.digest import CACHED_BYTES
-from scalerl.checkpoint.torch_dist import DistCheckpoint, PieceReader, StoredPiece, box_view, intersection
+from scalerl.checkpoint.pieces import CACHED_BYTES, StoredPiece
+from scalerl.checkpoint.torch_dist import DistCheckpoint, PieceReader, box_view, intersection
 from scalerl.merge.writer import SafetensorsFile, check_fits
-from scalerl.models import ModelShape, Param, RowRange
+from scalerl.models import RowRange
 
 MAX_WORKERS = 8
-# Bytes of pieces that all threads may have in memory, without those of the largest tensor.
-_MORE_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True)
@@ -37,75 +34,34 @@ class Copy:
     dtype: torch.dtype
 
 
-def copies(
-    params: Sequence[Param],
-    keys: Mapping[str, str],
-    shape: ModelShape,
-    dtypes: Sequence[torch.dtype],
-    files: Mapping[str, SafetensorsFile],
-) -> list[Copy]:
-    """One Copy for each parameter.  files: the file of every Hugging Face tensor, by name."""
-    return [
-        Copy(keys[param.name], param.rows_of(shape), {name: files[name] for name in param.hf}, dtype)
-        for param, dtype in zip(params, dtypes, strict=True)
-    ]
-
-
 def copy_all(checkpoint: DistCheckpoint, wanted: Sequence[Copy], num_workers: int | None = None) -> None:
     """Makes all copies, by several threads; raises the exception of a copy that failed.
 
-    Memory: a few megabytes for each thread. Pieces without an index, which are whole in memory, take up to three times
-    the largest tensor and _MORE_BYTES.
+    Memory: a few megabytes for each thread, or the pieces of a tensor that have no index, which are whole in memory.
     """
-    num_workers = num_workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
-    largest = max(checkpoint.tensors[copy.key].num_bytes for copy in wanted)
-    memory = _Memory(largest + _MORE_BYTES)
     # The largest first, so that no thread waits for one of them in the end.
     jobs = sorted(
         (job for copy in wanted for job in _jobs(checkpoint, copy)),
         key=lambda job: -sum(piece.payload_bytes for piece in job.pieces),
     )
-    with _pool(num_workers) as pool:
-        waiting = [pool.submit(_run, checkpoint, job, memory) for job in jobs]
-        done, others = wait(waiting, return_when=FIRST_EXCEPTION)
-        for future in others:
-            future.cancel()
-    for future in done:
-        future.result()
+    run_all([partial(_run, checkpoint, job) for job in jobs], num_workers)
 
 
-@contextmanager
-def _pool(num_workers: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads that share the cores: torch would start as many for each of them to copy a megabyte."""
+def run_all(calls: Sequence[Callable[[], None]], num_workers: int | None) -> None:
+    """Makes the calls in order, by several threads (None: as many as cores, at most 8); raises the first exception."""
+    num_workers = num_workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
     torch_threads = torch.get_num_threads()
     try:
+        # The threads share the cores: torch would start as many for each of them to copy a megabyte.
         with ThreadPoolExecutor(num_workers, "merge", torch.set_num_threads, (1,)) as pool:
-            yield pool
+            waiting = [pool.submit(call) for call in calls]
+            done, others = wait(waiting, return_when=FIRST_EXCEPTION)
+            for future in others:
+                future.cancel()
     finally:
         torch.set_num_threads(torch_threads)
-
-
-class _Memory:
-    """The memory that all threads share for pieces that are whole in memory."""
-
-    def __init__(self, limit: int) -> None:
-        """Has all of the memory free.  limit: its bytes."""
-        self._limit = self._free = limit
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def reserve(self, size: int) -> Iterator[None]:
-        """Reserves `size` bytes, once they are free, for the block; all of the memory if `size` is larger than that."""
-        size = min(size, self._limit)
-        with self._changed:
-            self._changed.wait_for(lambda: self._free >= size)
-            self._free -= size
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._free += size
-                self._changed.notify_all()
+    for future in done:
+        future.result()
 
 
 @dataclass(frozen=True)
@@ -131,26 +87,25 @@ def _jobs(checkpoint: DistCheckpoint, copy: Copy) -> Iterator[_Job]:
     yield _Job(copy, members, first, last)
 
 
-def _run(checkpoint: DistCheckpoint, job: _Job, memory: _Memory) -> None:
+def _run(checkpoint: DistCheckpoint, job: _Job) -> None:
     """Copies the rows of a job in their order, a few at a time, and compares the digests of its pieces."""
     stored = checkpoint.tensors[job.copy.key]
     columns = stored.shape[1:]
     row_bytes = prod(columns) * max(stored.dtype.itemsize, job.copy.dtype.itemsize)
     step = max(1, CACHED_BYTES // row_bytes)
     buffer = torch.empty((min(step, job.last - job.first), *columns), dtype=job.copy.dtype)
-    with memory.reserve(sum(piece.payload_bytes for piece in job.pieces if piece.payload is None)):
-        readers = [(piece, PieceReader(checkpoint, piece)) for piece in job.pieces]
-        for start in range(job.first, job.last, step):
-            rows = buffer[: min(step, job.last - start)]
-            origin = (start, *(0 for _ in columns))
-            for piece, reader in readers:
-                shared = intersection((origin, tuple(rows.shape)), (piece.offsets, piece.sizes))
-                if shared is not None:
-                    reader.read_into(box_view(rows, shared, origin))
-            check_fits(job.copy.key, rows, stored.dtype)
-            _write(job.copy, start, rows)
-        for _, reader in readers:
-            reader.finish()
+    readers = [(piece, PieceReader(checkpoint, piece)) for piece in job.pieces]
+    for start in range(job.first, job.last, step):
+        rows = buffer[: min(step, job.last - start)]
+        origin = (start, *(0 for _ in columns))
+        for piece, reader in readers:
+            shared = intersection((origin, tuple(rows.shape)), (piece.offsets, piece.sizes))
+            if shared is not None:
+                reader.read_into(box_view(rows, shared, origin))
+        check_fits(job.copy.key, rows, stored.dtype)
+        _write(job.copy, start, rows)
+    for _, reader in readers:
+        reader.finish()
 
 
 def _write(copy: Copy, first: int, box: torch.Tensor) -> None:

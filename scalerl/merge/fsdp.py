@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 
 import torch
 
+from scalerl.checkpoint.pieces import TensorSpec
 from scalerl.merge.compare import VALUE_BIAS
 from scalerl.merge.convert import DTYPES, MergeSummary, check_target, copy_beside
-from scalerl.merge.copy import MAX_WORKERS
+from scalerl.merge.copy import run_all
 from scalerl.merge.fsdp_shards import FILE_NAME, FsdpCheckpoint, ShardedTensor, TensorBox
-from scalerl.merge.whole_directory import whole_directory
-from scalerl.merge.writer import (
-    DTYPE_NAMES,
-    SafetensorsFile,
-    TensorSpec,
-    check_fits,
-    file_name,
-    plan_files,
-    write_safetensors_index,
-)
+from scalerl.merge.writer import DTYPE_NAMES, SafetensorsFile, check_fits, model_files, whole_directory
 from scalerl.models import (
     MIXTURE_MODULE,
     Family,
@@ -84,14 +74,16 @@ def merge_fsdp(
     out_dtype = _out_dtype(directory, {spec.dtype for name, spec in specs.items() if name not in kept}, dtype)
     specs = {n: TensorSpec(s.shape, s.dtype if n in kept else out_dtype) for n, s in specs.items()}
     with whole_directory(target) as tmp:
-        num_files = _write(tmp, checkpoint, places, specs, max_shard_bytes, num_workers)
+        with model_files(tmp, [{name: spec} for name, spec in specs.items()], max_shard_bytes) as files:
+            copies = [partial(_copy, checkpoint.tensors[key], places[key], files, specs) for key in places]
+            run_all(copies, num_workers)
         copy_beside(hf_dir, tmp, out_dtype)
         if config != read_config(hf_dir):
             written = read_config(tmp)
             (tmp / "config.json").write_text(json.dumps(written | _changes(config), indent=2) + "\n")
         with HFWeights(tmp) as weights:
             weights.check(family, ModelShape.from_hf(tmp), {VALUE_BIAS} & specs.keys())
-    return MergeSummary.of(target, specs, num_files, out_dtype, start)
+    return MergeSummary.of(target, specs, out_dtype, start)
 
 
 def _model_dir(local_dir: Path) -> Path:
@@ -208,43 +200,6 @@ def _out_dtype(directory: Path, stored: set[torch.dtype], wanted: str | None) ->
 
 
 # --- numbers ---
-
-
-def _write(
-    out_dir: Path,
-    checkpoint: FsdpCheckpoint,
-    places: Mapping[str, Sequence[_Stretch]],
-    specs: Mapping[str, TensorSpec],
-    max_shard_bytes: int,
-    num_workers: int | None,
-) -> int:
-    """Writes the tensors; returns the number of files."""
-    plan = [
-        [list(specs)[i] for i in members] for members in plan_files([{n: s} for n, s in specs.items()], max_shard_bytes)
-    ]
-    names = [file_name(index, len(plan)) for index in range(len(plan))]
-    with ExitStack() as stack, ThreadPoolExecutor(_num_workers(num_workers), thread_name_prefix="merge") as pool:
-        files = {}
-        for name, members in zip(names, plan, strict=True):
-            file = stack.enter_context(SafetensorsFile(out_dir / name, {n: specs[n] for n in members}))
-            files |= dict.fromkeys(members, file)
-        waiting = [
-            pool.submit(_copy, checkpoint.tensors[key], stretches, files, specs) for key, stretches in places.items()
-        ]
-        done, others = wait(waiting, return_when=FIRST_EXCEPTION)
-        for future in others:
-            future.cancel()
-        for future in done:
-            future.result()
-    if len(plan) > 1:
-        write_safetensors_index(
-            out_dir, {n: name for name, members in zip(names, plan, strict=True) for n in members}, specs
-        )
-    return len(plan)
-
-
-def _num_workers(wanted: int | None) -> int:
-    return wanted or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
 
 
 def _copy(

@@ -7,16 +7,16 @@ does not have.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 
 import torch
 
 from scalerl.checkpoint.pieces import Piece, boxes, write_file, write_index
-from scalerl.config.layout import LayoutSizes
-from scalerl.merge.whole_directory import whole_directory
+from scalerl.config import LayoutSizes
+from scalerl.merge.writer import whole_directory
 from scalerl.models import (
     CHECKPOINT_MODEL_PREFIX,
     HFWeights,
@@ -28,41 +28,25 @@ from scalerl.models import (
 )
 
 
-@dataclass(frozen=True)
-class SplitSizes:
-    """The sizes of a layout, as the keys of a `megatron` section.  etp_size: None is tp_size."""
+def split_sizes(
+    *, tp: int = 1, pp: int = 1, vpp: int = 1, cp: int = 1, ep: int = 1, etp: int | None = None
+) -> LayoutSizes:
+    """The layout of these sizes with as few ranks as hold whole copies of the dense layers and of the experts.
 
-    tp_size: int = 1
-    pp_size: int = 1
-    vpp_size: int = 1
-    cp_size: int = 1
-    ep_size: int = 1
-    etp_size: int | None = None
-
-    @property
-    def expert_tp_size(self) -> int:
-        return self.etp_size or self.tp_size
-
-    @property
-    def pipeline(self) -> LayoutSizes:
-        return LayoutSizes(self.pp_size, pp_size=self.pp_size, vpp_size=self.vpp_size)
-
-    def stage_of_layer(self, num_layers: int) -> list[int]:
-        """The stage that has each layer: the first chunks of all stages follow each other, then the second ones."""
-        chunks = self.pipeline.chunks(num_layers)
-        return [stage for _ in range(self.vpp_size) for stage, size in enumerate(chunks) for _ in range(size)]
-
-    @property
-    def stage_size(self) -> int:
-        """Ranks of a pipeline stage, as few as hold whole copies of the dense layers and of the experts."""
-        return math.lcm(self.tp_size * self.cp_size, self.expert_tp_size * self.ep_size)
-
-    @property
-    def world_size(self) -> int:
-        return self.stage_size * self.pp_size
+    etp: None is tp.
+    """
+    etp = tp if etp is None else etp
+    stage_size = math.lcm(tp * cp, etp * ep)
+    return LayoutSizes(stage_size * pp, tp_size=tp, pp_size=pp, cp_size=cp, ep_size=ep, etp_size=etp, vpp_size=vpp)
 
 
-def split(hf_dir: str | Path, target_dir: str | Path, sizes: SplitSizes) -> int:
+def stage_of_layer(sizes: LayoutSizes, num_layers: int) -> list[int]:
+    """The stage that has each layer: the first chunks of all stages follow each other, then the second ones."""
+    chunks = sizes.chunks(num_layers)
+    return [stage for _ in range(sizes.vpp_size) for stage, size in enumerate(chunks) for _ in range(size)]
+
+
+def split(hf_dir: str | Path, target_dir: str | Path, sizes: LayoutSizes) -> int:
     """Writes target_dir/dist_ckpt, a file of each rank, and target_dir/huggingface. Returns the number of ranks.
 
     Raises ValueError: a size below 1, or one that the model cannot be divided by; a target that exists already.
@@ -82,31 +66,31 @@ def split(hf_dir: str | Path, target_dir: str | Path, sizes: SplitSizes) -> int:
                 write_file(data / f"__{rank}_0.distcp", pieces_of_rank(weights, shape, sizes, rank))
                 for rank in range(sizes.world_size)
             ]
-        write_index(data, files, {"num_updates": 0, "layout": _layout(sizes)})
+        write_index(data, files, {"num_updates": 0, "layout": asdict(sizes)})
         (tmp / "huggingface").mkdir()
         copy_beside_weights(source, tmp / "huggingface")
     return sizes.world_size
 
 
-def pieces_of_rank(weights: HFWeights, shape: ModelShape, sizes: SplitSizes, rank: int) -> Iterator[Piece]:
+def pieces_of_rank(weights: HFWeights, shape: ModelShape, sizes: LayoutSizes, rank: int) -> Iterator[Piece]:
     """The pieces that a rank saves: of each shard that it and other ranks hold, an equal stretch.
 
     Ranks count as Megatron's: tensor parallel first, pipeline stages last.
     """
     stage, rank_in_stage = divmod(rank, sizes.stage_size)
-    stage_of_layer = sizes.stage_of_layer(shape.num_layers)
+    stages = stage_of_layer(sizes, shape.num_layers)
     for param in family_of(shape).params(shape):
         if param.layer is None:
             stage_of_param = 0 if param.stage_part == "first" else sizes.pp_size - 1
         else:
-            stage_of_param = stage_of_layer[param.layer]
+            stage_of_param = stages[param.layer]
         if stage != stage_of_param:
             continue
         if param.expert is None:
             size, (copy, shard_rank) = sizes.tp_size, divmod(rank_in_stage, sizes.tp_size)
             num_copies = sizes.stage_size // size
         else:
-            size = sizes.expert_tp_size
+            size = sizes.etp_size
             copy, shard_rank = divmod(rank_in_stage, size)
             copy, ep_rank = divmod(copy, sizes.ep_size)
             num_copies = sizes.stage_size // (size * sizes.ep_size)
@@ -157,41 +141,29 @@ def _places(
         yield (0 if param.kind == "replicated" else shard_rank * local[0], *rest), local
 
 
-def _check(shape: ModelShape, sizes: SplitSizes) -> None:
+def _check(shape: ModelShape, sizes: LayoutSizes) -> None:
     size_by_option = {
         "--tp": sizes.tp_size,
         "--pp": sizes.pp_size,
         "--vpp": sizes.vpp_size,
         "--cp": sizes.cp_size,
         "--ep": sizes.ep_size,
-        "--etp": sizes.expert_tp_size,
+        "--etp": sizes.etp_size,
     }
     problems = [f"{name} {size} must be at least 1" for name, size in size_by_option.items() if size < 1]
     if problems:
         raise ValueError("; ".join(problems))
     if sizes.vpp_size > 1 and sizes.pp_size == 1:
         problems.append(f"--vpp {sizes.vpp_size} needs --pp above 1")
-    elif sizes.pipeline.pipeline_violations(shape.num_layers):
+    elif sizes.pipeline_violations(shape.num_layers):
         problems.append(f"--pp {sizes.pp_size} x --vpp {sizes.vpp_size} must divide {shape.num_layers} layers")
     if sizes.ep_size > 1 and (not shape.num_experts or shape.num_experts % sizes.ep_size):
         problems.append(f"--ep {sizes.ep_size} must divide {shape.num_experts} experts")
     for param in family_of(shape).params(shape):
         try:
-            param.mcore_shape(shape, sizes.tp_size if param.expert is None else sizes.expert_tp_size)
+            param.mcore_shape(shape, sizes.tp_size if param.expert is None else sizes.etp_size)
         except ValueError as error:
             problems.append(str(error))
             break
     if problems:
         raise ValueError("; ".join(problems))
-
-
-def _layout(sizes: SplitSizes) -> Mapping[str, int]:
-    return {
-        "world_size": sizes.world_size,
-        "tp_size": sizes.tp_size,
-        "pp_size": sizes.pp_size,
-        "vpp_size": sizes.vpp_size,
-        "cp_size": sizes.cp_size,
-        "ep_size": sizes.ep_size,
-        "etp_size": sizes.expert_tp_size,
-    }

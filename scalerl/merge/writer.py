@@ -1,35 +1,28 @@
-"""Writing of safetensors by several threads, in any order. Format: https://huggingface.co/docs/safetensors/index#format"""
+"""Writing of a model directory, whole or not at all: safetensors by several threads, in any order.
+
+Format: https://huggingface.co/docs/safetensors/index#format
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
+from secrets import token_hex
 from types import TracebackType
 
 import torch
 
-from scalerl.base.files import Writeback, reserve
-from scalerl.checkpoint.torch_dist import as_bytes
+from scalerl.base.files import Writeback, flush, fsync, reserve
+from scalerl.checkpoint.pieces import TensorSpec, as_bytes
 from scalerl.models.weights import INDEX_NAME
 
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape and dtype of a tensor that will be written."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
 
 
 class SafetensorsFile:
@@ -97,6 +90,28 @@ def check_fits(key: str, numbers: torch.Tensor, stored: torch.dtype) -> None:
         raise ValueError(f"{key} has numbers that are too large for float16 (65504); give --dtype bfloat16 or float32")
 
 
+@contextmanager
+def model_files(
+    directory: Path, groups: Sequence[Mapping[str, TensorSpec]], max_shard_bytes: int
+) -> Iterator[dict[str, SafetensorsFile]]:
+    """Yields the open file of each tensor, by name, and writes the index of several files after the block.
+
+    groups: tensors by name that share a file, in their order.
+    """
+    plan = plan_files(groups, max_shard_bytes)
+    files: dict[str, SafetensorsFile] = {}
+    names: dict[str, str] = {}
+    with ExitStack() as stack:
+        for number, members in enumerate(plan):
+            name = file_name(number, len(plan))
+            specs = {tensor: spec for index in members for tensor, spec in groups[index].items()}
+            files |= dict.fromkeys(specs, stack.enter_context(SafetensorsFile(directory / name, specs)))
+            names |= dict.fromkeys(specs, name)
+        yield files
+    if len(plan) > 1:
+        write_safetensors_index(directory, names, {name: spec for group in groups for name, spec in group.items()})
+
+
 def plan_files(groups: Sequence[Mapping[str, TensorSpec]], max_shard_bytes: int) -> list[list[int]]:
     """Group indices of each file, in order: a file takes groups until the next would exceed max_shard_bytes."""
     files: list[list[int]] = []
@@ -128,3 +143,35 @@ def write_safetensors_index(directory: Path, file_of: Mapping[str, str], specs: 
         "weight_map": dict(sorted(file_of.items())),
     }
     (directory / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def whole_directory(target: Path) -> Iterator[Path]:
+    """Gives a directory to write to, which takes the name of `target` if the block raises nothing; it is removed
+    otherwise. An existing `target` is replaced."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    tmp = _beside(target, "tmp")
+    tmp.mkdir()
+    try:
+        yield tmp
+        # Or a power failure could leave empty files under the name.
+        flush([*tmp.rglob("*"), tmp])
+        old = _beside(target, "old") if target.exists() else None
+        try:
+            if old is not None:
+                target.rename(old)
+            tmp.rename(target)
+        # Ctrl-C too.
+        except BaseException:
+            if old is not None and old.exists() and not target.exists():
+                old.rename(target)
+            raise
+        fsync(target.parent)
+        if old is not None:
+            shutil.rmtree(old)
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+
+
+def _beside(target: Path, purpose: str) -> Path:
+    return target.with_name(f".{target.name}.{purpose}-{os.getpid()}-{token_hex(4)}")

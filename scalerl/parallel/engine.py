@@ -14,6 +14,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import Tensor
 
 from scalerl.batch import Alignment
+from scalerl.batch.columns import ROUTED_EXPERTS
 from scalerl.batch.data_proto import DataProto, Jagged
 from scalerl.models import Head, ModelShape, family_of
 from scalerl.parallel import platform
@@ -26,7 +27,7 @@ from scalerl.parallel.logprobs import linear_logprobs
 from scalerl.parallel.megatron_overrides import megatron_values
 from scalerl.parallel.micro_batch import MicroBatch, by_length, pack_rows, run_schedule, unpack
 from scalerl.parallel.model import build_model, output_weight, transformer_config, whole_hidden
-from scalerl.parallel.moe_routing import ROUTED_EXPERTS, add_routing, recorded_experts, router_losses
+from scalerl.parallel.moe_routing import add_routing, recorded_experts, router_losses
 from scalerl.parallel.offload import GRADS, OPTIMIZER, PARAMS, PARTS, Offload
 from scalerl.parallel.optimizer import (
     Gradient,
@@ -55,8 +56,8 @@ logger = logging.getLogger(__name__)
 class MegatronEngine:
     """A model on this rank's part of the layout: trainable with `optim`, frozen if it is None.
 
-    Every method is collective over all ranks. head: lm (policies), or value (critics and reward models), which a
-    trainable model may put in the place of a language model's. Raises ValueError if model_path does not have that head.
+    Every method is collective over all ranks. head: lm (policies), or value (critics and reward models), which takes
+    the place of a language model's.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class MegatronEngine:
         trust_remote_code: bool = False,
     ) -> None:
         self.groups = groups
-        self.shape = _shape_with_head(model_path, head, trainable=optim is not None)
+        self.shape = ModelShape.from_hf(model_path).with_head(head)
         self.family = family_of(self.shape)
         self.device = platform.device_type()
         self.config = transformer_config(self.shape, config, groups, on_cpu=self.device == "cpu")
@@ -114,36 +115,39 @@ class MegatronEngine:
         self._skips = SkippedUpdates(config.max_consecutive_skipped_updates)
         self._offload = Offload(self.chunks, self._forward_chunks if optim is not None else (), self.optimizer)
         offloaded = {PARAMS: config.param_offload, GRADS: config.grad_offload, OPTIMIZER: config.optimizer_offload}
-        self._leaves = {part: True for part, leaves in offloaded.items() if leaves}
+        self._leaving = [part for part, leaves in offloaded.items() if leaves]
         # Called before weights or optimizer change or leave the device; a save that still copies them waits here.
         self.before_change: Callable[[], object] = lambda: None
 
-    def to_host(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
-        """Frees the device memory of the named parts; the model then refuses work that needs them (OffloadedError)."""
-        self.before_change()
-        self._offload.to_host(params=params, grads=grads, optimizer=optimizer)
+    def to_host(self, *parts: str) -> None:
+        """Frees the device memory of parts (of offload.PARTS; none given: all).
 
-    def to_device(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
-        """Brings the named parts back to the device, bitwise as they were, but gradients as zeros."""
-        self._offload.to_device(params=params, grads=grads, optimizer=optimizer)
+        The model then refuses work that needs them (OffloadedError).
+        """
+        self.before_change()
+        self._offload.to_host(*(parts or PARTS))
+
+    def to_device(self, *parts: str, reads: bool = False) -> None:
+        """Brings parts back to the device (none given: all), bitwise as they were, but gradients as zeros.
+
+        reads: they do not change before they leave, so that they can leave without a copy.
+        """
+        self._offload.to_device(*(parts or PARTS), reads=reads)
 
     @property
     def leaves(self) -> bool:
         """Whether any part leaves the device while this model does not compute."""
-        return bool(self._leaves)
+        return bool(self._leaving)
 
     def leave_device(self) -> None:
         """Sends to the host what param_offload, grad_offload and optimizer_offload name."""
-        if self._leaves:
-            self.to_host(**{part: part in self._leaves for part in PARTS})
+        if self._leaving:
+            self.to_host(*self._leaving)
 
     @contextmanager
     def on_device(self, *parts: str, reads: bool = False) -> Iterator[None]:
-        """Keeps parts (of offload.PARTS; none given: all) on the device inside the block, then calls `leave_device`.
-
-        reads: the block changes none of them, so that they can leave without a copy.
-        """
-        self._offload.to_device(**dict.fromkeys(parts or PARTS, True), reads=reads)
+        """Keeps parts on the device inside the block, as `to_device`, then calls `leave_device`."""
+        self.to_device(*parts, reads=reads)
         try:
             yield
         finally:
@@ -199,7 +203,7 @@ class MegatronEngine:
         outputs = self._run(packed, self._reader(temperature), partial(_keep_outputs, names), forward_only=True)
         routed = {}
         if record_routing:
-            routed[ROUTED_EXPERTS] = recorded_experts(
+            routed[ROUTED_EXPERTS.name] = recorded_experts(
                 len(shard), packed, self.shape, self.groups, sequence_parallel=self.config.sequence_parallel
             )
         if not self.groups.is_last_stage:
@@ -403,19 +407,6 @@ class MegatronEngine:
         return export_buckets(
             self.chunks, self.family, self.shape, self.groups, bucket_bytes=bucket_bytes, needed=needed
         )
-
-
-def _shape_with_head(model_path: str, head: Head, *, trainable: bool) -> ModelShape:
-    stored = ModelShape.from_hf(model_path)
-    if stored.head != head and head == "value" and not trainable:
-        raise ValueError(
-            f"{model_path} is a language model: it has no value head, and a random one that never trains says nothing; "
-            "give a reward model (architectures *ForSequenceClassification, one label)"
-        )
-    try:
-        return stored.with_head(head)
-    except ValueError as error:
-        raise ValueError(f"{model_path}: {error}") from None
 
 
 def _loss(batch: MicroBatch, read: Callable, finish: Callable, output: Tensor) -> tuple[Tensor, Tensor, dict]:

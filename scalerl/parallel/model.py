@@ -125,7 +125,8 @@ def core_attention(config: TransformerConfig, groups: Groups) -> ModuleSpec:
     """The spec of each layer's rotary embedding and attention: torch's, or Transformer Engine's with cp_comm_type."""
     if config.cp_comm_type is None:
         return ModuleSpec(module=PackedAttention, params={"cp_group": groups.cp})
-    require_transformer_engine(config, groups)
+    require_transformer_engine()
+    assert config.cp_comm_type != "a2a+p2p" or groups.hierarchical_cp, "megatron's groups were made without those of cp"
     return ModuleSpec(module=TransformerEngineAttention)
 
 

@@ -13,13 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from scalerl.batch.columns import ROUTED_EXPERTS
 from scalerl.batch.data_proto import Jagged
 from scalerl.models import ModelShape
 from scalerl.parallel.layout import Groups
 from scalerl.parallel.micro_batch import MicroBatch, unpack
 
-# Token column of the experts chosen in every layer: [T, layers, experts per token] integers, -1: no choice is known.
-ROUTED_EXPERTS = "routed_experts"
 # Losses of the routers -> the field of megatron's configuration with their coefficient.
 LOSS_COEFFICIENTS = {"moe_aux_loss": "moe_aux_loss_coeff", "moe_z_loss": "moe_z_loss_coeff"}
 
@@ -61,7 +60,7 @@ def add_routing(batches: Sequence[MicroBatch], groups: Groups, *, record: bool =
     for batch in batches:
         lengths = batch.cu_seqlens.diff()
         rows_T = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
-        routed_experts = batch.columns.get(ROUTED_EXPERTS)
+        routed_experts = batch.columns.get(ROUTED_EXPERTS.name)
         batch.packing.routing = Routing(
             rows=_of_cp_rank(batch, rows_T, groups),
             num_rows=len(lengths),

@@ -50,9 +50,9 @@ class Offload:
         # Of the parts that are away: the bytes of device memory that they had.
         self.away_bytes: dict[str, int] = {}
 
-    def to_host(self, *, params: bool = False, grads: bool = False, optimizer: bool = False) -> None:
-        """Frees the device memory of the named parts; nothing happens to those that are away already."""
-        leaving = self._named(params=params, grads=grads, optimizer=optimizer) - self.away
+    def to_host(self, *parts: str) -> None:
+        """Frees the device memory of these parts; nothing happens to those that are away already."""
+        leaving = self._had(parts) - self.away
         if not leaving:
             return
         sizes = self.device_bytes()
@@ -71,14 +71,12 @@ class Offload:
         # Memory that torch keeps for reuse is not available to the other processes on the device.
         torch.cuda.empty_cache()
 
-    def to_device(
-        self, *, params: bool = False, grads: bool = False, optimizer: bool = False, reads: bool = False
-    ) -> None:
-        """Brings the named parts back, each view of them as it was; gradients as zeros.
+    def to_device(self, *parts: str, reads: bool = False) -> None:
+        """Brings these parts back, each view of them as it was; gradients as zeros.
 
         reads: they will not change before they leave, unless `require` is told so.
         """
-        named = self._named(params=params, grads=grads, optimizer=optimizer)
+        named = self._had(parts)
         coming = named & self.away
         for part in sorted(coming - {GRADS}):
             for group in self._flat[part]:
@@ -104,20 +102,17 @@ class Offload:
             self._unchanged.difference_update(parts)
         missing = [part for part in parts if part in self.away]
         if missing:
-            asked = ", ".join(f"{part}=True" for part in missing)
-            raise OffloadedError(
-                f"{work} needs on the device what is in host memory: {', '.join(missing)}; "
-                f"call to_device({asked}) first"
-            )
+            raise OffloadedError(f"{work} needs on the device what is in host memory: {', '.join(missing)}")
 
     def device_bytes(self) -> dict[str, int]:
         """Bytes that each part holds on the device now; 0 for a part that is away or that the model does not have."""
         bytes_by_part = {part: _total_bytes(itertools.chain(*self._tensors(part))) for part in (PARAMS, OPTIMIZER)}
         return bytes_by_part | {GRADS: _total_bytes(buffer.grad_data for buffer in self._buffers())}
 
-    def _named(self, **wanted: bool) -> frozenset[str]:
+    def _had(self, parts: Sequence[str]) -> frozenset[str]:
+        """Those of the parts that the model has: a frozen one has its parameters alone."""
         has = {PARAMS: True, GRADS: bool(self._ddp_chunks), OPTIMIZER: self._optimizer is not None}
-        return frozenset(part for part, asked in wanted.items() if asked and has[part])
+        return frozenset(part for part in parts if has[part])
 
     def _buffers(self) -> Iterator[Any]:
         for ddp in self._ddp_chunks:

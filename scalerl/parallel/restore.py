@@ -13,9 +13,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from safetensors.torch import load
 
 from scalerl.base.random_states import restore_generators
-from scalerl.checkpoint.pieces import DIST_CKPT
+from scalerl.checkpoint.pieces import DIST_CKPT, StoredPiece
 from scalerl.checkpoint.store import RNG
-from scalerl.checkpoint.torch_dist import DistCheckpoint, PieceReader, StoredPiece, while_there
+from scalerl.checkpoint.torch_dist import DistCheckpoint, PieceReader, while_there
 from scalerl.errors import UserError
 from scalerl.models import CHECKPOINT_MODEL_ROOTS, ModelShape, Param, padded_vocab_size
 from scalerl.parallel.checkpoint import (
@@ -57,11 +57,10 @@ def load_engine(engine: MegatronEngine, directory: str | Path) -> None:
     with while_there(directory), DistCheckpoint(directory / DIST_CKPT) as stored:
         _check_model(engine, stored)
         common = torch.load(stored.dir / COMMON, map_location="cpu", weights_only=True)
-        reads_weights = _reads_weights(engine, stored)
-        together(lambda: _read(engine, stored, weights=reads_weights))
+        together(lambda: _read(engine, stored))
         unread = _read_by_none(engine, stored)[dist.get_rank() :: dist.get_world_size()]
         together(lambda: _compare(stored, unread))
-    adopt_main_parameters(engine.optimizer, gather=not reads_weights)
+    adopt_main_parameters(engine.optimizer)
     engine.num_updates = int(common["num_updates"])
     set_num_updates(engine.optimizer, engine.num_updates)
     _set_loss_scale(engine.optimizer, common)
@@ -73,40 +72,18 @@ def load_engine(engine: MegatronEngine, directory: str | Path) -> None:
         _set_rng_state(load(rng_file.read_bytes()))
 
 
-def _reads_weights(engine: MegatronEngine, stored: DistCheckpoint) -> bool:
-    """Whether ranks read the weights that others update, instead of gathering them: faster than gloo, slower than NCCL.
-
-    Only where they are stored in the dtype that the model has. The same on all ranks.
-    """
-    dtypes = {
-        param.name: torch.float32 if param.keeps_float32 else engine.config.params_dtype
-        for param in engine.family.params(engine.shape)
-    }
-    return dist.get_backend() == dist.Backend.GLOO and all(
-        stored.tensors[name].dtype == dtype for name, dtype in dtypes.items()
-    )
-
-
-def _read(engine: MegatronEngine, stored: DistCheckpoint, *, weights: bool) -> None:
-    """Reads this rank's range of the optimizer's state in place, and what no optimizer holds.
-
-    weights: reads the weights that only other ranks' optimizers hold, too.
-    """
+def _read(engine: MegatronEngine, stored: DistCheckpoint) -> None:
+    """Reads this rank's range of the optimizer's state in place, and what no optimizer holds."""
     parts_by_tensor = {tensor: parts for tensor, parts, _ in model_tensors(engine)}
-    held = {}
     for parameter, start, tensors, _ in main_tensors(engine.optimizer):
-        held[parameter] = start, start + tensors["param"].numel()
         for name, tensor in tensors.items():
             for part in parts_by_tensor[parameter]:
                 key = OPTIMIZER_KEY.format(name=name, key=part.key)
                 _read_part(stored, key, part, start, tensor.detach().view(-1))
     for tensor, parts in parts_by_tensor.items():
-        if weights or not getattr(tensor, "requires_grad", False):
-            start, stop = held.get(tensor, (0, 0))
-            flat = tensor.detach().view(-1)
+        if not getattr(tensor, "requires_grad", False):
             for part in parts:
-                _read_part(stored, part.key, part, 0, flat[:start])
-                _read_part(stored, part.key, part, stop, flat[stop:])
+                _read_part(stored, part.key, part, 0, tensor.detach().view(-1))
 
 
 def _read_by_none(engine: MegatronEngine, stored: DistCheckpoint) -> list[StoredPiece]:
@@ -194,17 +171,12 @@ def _set_rng_state(state: dict[str, torch.Tensor]) -> None:
 
 
 @torch.no_grad()
-def adopt_main_parameters(optimizer: Any, *, gather: bool = True) -> None:
-    """Copies the main parameters into the model's: those of this rank's range, then those of all ranks. Collective.
-
-    gather: False if the model has those of other ranks already.
-    """
+def adopt_main_parameters(optimizer: Any) -> None:
+    """Copies the main parameters into the model's: those of this rank's range, then those of all ranks. Collective."""
     parts = [part for part in optimizer_parts(optimizer) if not part.is_stub_optimizer]
     for part in parts:
         if hasattr(part, "_copy_main_params_to_model_params"):
             part._copy_main_params_to_model_params()
-    if not gather:
-        return
     chunks = {
         id(chunk): chunk
         for part in optimizer_parts(optimizer)
@@ -213,7 +185,8 @@ def adopt_main_parameters(optimizer: Any, *, gather: bool = True) -> None:
     }
     chunk: Any
     for chunk in chunks.values():
-        chunk.start_param_sync()
+        # Waits with overlap_param_gather too: what follows may be a sync of the weights.
+        chunk.start_param_sync(force_sync=True)
 
 
 def set_num_updates(optimizer: Any, num_updates: int) -> None:

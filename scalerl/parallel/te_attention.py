@@ -10,15 +10,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from scalerl.config.transformer_engine import transformer_engine_version, transformer_engine_violations
-from scalerl.parallel import platform
 from scalerl.parallel.attention import rotate_queries_and_keys
 from scalerl.parallel.micro_batch import Packing
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from scalerl.parallel.layout import Groups
 
 
 @dataclass
@@ -49,21 +45,8 @@ def transformer_engine_packing(packing: Packing) -> TransformerEnginePacking:
     )
 
 
-def require_transformer_engine(config: TransformerConfig, groups: Groups) -> None:
-    """Raises ValueError when this process cannot run TransformerEngineAttention as configured, ImportError when
-    transformer-engine is installed but broken."""
-    # megatron allows one for each layer, scalerl's configuration one for all.
-    assert not isinstance(config.cp_comm_type, list)
-    violations = transformer_engine_violations(
-        config.cp_comm_type,
-        config.context_parallel_size,
-        prefix="megatron",
-        device=platform.device_type(),
-        version=transformer_engine_version(),
-    )
-    for violation in violations:
-        raise ValueError(violation)
-    assert config.cp_comm_type != "a2a+p2p" or groups.hierarchical_cp, "megatron's groups were made without those of cp"
+def require_transformer_engine() -> None:
+    """Raises ImportError where transformer-engine is not installed, or broken."""
     # megatron takes any ImportError for absence and continues with a stand-in.
     import transformer_engine.pytorch  # noqa: F401  # pyright: ignore[reportMissingImports]  # an optional package
 

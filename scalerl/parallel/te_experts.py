@@ -9,25 +9,13 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from scalerl.config.transformer_engine import expert_violations, transformer_engine_version
-from scalerl.parallel import platform
 from scalerl.parallel.expert_weights import mark_of_experts, sharded_experts
+from scalerl.parallel.te_attention import require_transformer_engine
 
 
 def transformer_engine_experts() -> ModuleSpec:
-    """The spec of experts in Transformer Engine's grouped linear layers.
-
-    Raises ValueError when this process cannot run them, ImportError when transformer-engine is installed but broken.
-    """
-    for violation in expert_violations(
-        "transformer_engine",
-        prefix="megatron",
-        device=platform.device_type(),
-        version=transformer_engine_version(),
-    ):
-        raise ValueError(violation)
-    # megatron takes any ImportError for absence and continues with a stand-in.
-    import transformer_engine.pytorch  # noqa: F401  # pyright: ignore[reportMissingImports]  # an optional package
+    """The spec of experts in Transformer Engine's grouped linear layers. Raises as `require_transformer_engine`."""
+    require_transformer_engine()
     from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
 
     return experts_of(TEColumnParallelGroupedLinear, TERowParallelGroupedLinear)

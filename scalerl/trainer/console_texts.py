@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from scalerl.base.stop import EXIT_REQUEUE, EXIT_TERMINATED
 from scalerl.checkpoint.store import find_latest_ckpt_path, read_trainer_state
@@ -23,7 +23,7 @@ from scalerl.config.schema import PPOConfig, RunConfig, SFTConfig, SFTTrainerCon
 from scalerl.errors import UserError
 
 if TYPE_CHECKING:
-    from scalerl.tracking import Tracking
+    from scalerl.trainer.rank_restarts import AnyRun
 
 
 class StartPhases:
@@ -174,22 +174,12 @@ def _check_architecture(checkpoint: Path, model_key: str, model_path: str) -> No
         raise UserError(f"{model_key}: the run in {checkpoint.parent} is finished, and {error}") from error
 
 
-class EndedRun(Protocol):
-    """The part of a run (`ppo.Run`, `sft.SFTRun`) that the text at its end reads."""
-
-    step: int
-    tracker: Tracking
-
-    @property
-    def checkpoint(self) -> Path | None: ...
-
-
-def say_how_it_ended(command: str, arguments: Sequence[str], trainer: RunConfig, run: EndedRun, is_done: bool) -> int:
+def say_how_it_ended(command: str, arguments: Sequence[str], trainer: RunConfig, run: AnyRun, is_done: bool) -> int:
     """Prints the last checkpoint of a run and how to continue; returns the exit code: 75 if the run was stopped."""
     # Imported here: it imports torch.
     from scalerl.trainer.saving.checkpoints import closing
 
-    print(closing(trainer, run.checkpoint, step=run.step, is_done=is_done), flush=True)
+    print(closing(trainer, run.saves.latest, step=run.step, is_done=is_done), flush=True)
     if (how := run.tracker.how_to_open) is not None:
         print(how, flush=True)
     if not is_done:

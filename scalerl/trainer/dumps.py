@@ -1,7 +1,12 @@
-"""Dumps of a step's samples: a parquet file of all, a file of the outliers, and a table for trackers."""
+"""Dumps of a step's samples: a parquet file of all, a file of the outliers, and a table for trackers.
+
+Outliers are the samples on whose tokens sampler and trainer disagree most.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,15 +15,19 @@ import numpy as np
 
 from scalerl.cluster.batch import HeldRows, PlacedBatch
 from scalerl.config.schema import TrainerConfig
-from scalerl.trainer.contracts import Actor, Rollout
-from scalerl.trainer.mismatched_samples import worst_rows, write_outliers
+from scalerl.rollout.sampling.rollout import HybridRollout
+from scalerl.tracking.metrics import worst_samples
+from scalerl.trainer.ranks.roles import MegatronActor
 from scalerl.trainer.saving.checkpoints import is_due
+
+# Columns that identify a sample; `row` is its row in the step's dump.
+IDENTITY = ("prompt_uid", "sample_index", "policy_version", "prompt_length", "response_length", "finish_reason")
 
 
 def dump_step(
     config: TrainerConfig,
-    rollout: Rollout,
-    actor: Actor,
+    rollout: HybridRollout,
+    actor: MegatronActor,
     samples: HeldRows,
     batch: PlacedBatch,
     *,
@@ -53,3 +62,33 @@ def generations_table(
     ]
     columns = ["prompt", "response", "ground_truth", "score", "data_source"]
     return [*columns, *(f"extra/{name}" if name in columns else name for name in names)], table
+
+
+def worst_rows(
+    samples: Mapping[str, np.ndarray], worst_tokens: Mapping[str, np.ndarray], k: int
+) -> list[dict[str, Any]]:
+    """The k samples with the largest difference, worst first; those without a difference are left out.
+
+    worst_tokens: `logprob_mismatch.worst_tokens` of all samples, [S] each; {}: nothing was compared.
+    """
+    if not worst_tokens:
+        return []
+    columns = {name: samples[name] for name in IDENTITY} | dict(worst_tokens)
+    return [
+        {"row": int(row)} | {name: _plain(column[row]) for name, column in columns.items()}
+        for row in worst_samples(worst_tokens["difference"], k)
+    ]
+
+
+def write_outliers(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Writes one JSON object per line, atomically; an empty file means that no sample has a difference."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.tmp")
+    partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    partial.replace(path)
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON can hold it: numpy scalars as Python ones, NaN and infinities as text."""
+    value = value.item() if isinstance(value, np.generic) else value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from scalerl.batch import Alignment, SizeKeys, StepPlan, plan_step
 from scalerl.cluster.batch import HeldRows
 from scalerl.config import LayoutSizes
@@ -60,20 +58,10 @@ class Planner:
             samples.num_tokens_S,
             mini_batches=[rows[start : start + size] for start in range(0, len(samples), size)],
             workload_S=self.flops.forward_each(samples.num_tokens_S),
-            sample_names=_Prompts(samples.samples["prompt_uid"]),
+            name_of=lambda row: f"prompt {samples.samples['prompt_uid'][row]}",
             keys=self.keys,
             **vars(self.rules),
         )
-
-
-@dataclass(frozen=True)
-class _Prompts:
-    """Names of samples by their prompts, made only when an error needs them."""
-
-    uid_S: np.ndarray
-
-    def __getitem__(self, row: int) -> str:
-        return f"prompt {self.uid_S[row]}"
 
 
 def plan_roles(planners: Mapping[str, Planner], samples: HeldRows) -> dict[str, StepPlan]:

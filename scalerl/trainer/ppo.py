@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from scalerl.algorithms import KLController
@@ -13,13 +12,14 @@ from scalerl.base.random_states import generator_states, restore_generators
 from scalerl.base.stop import StopRequest
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config import PPOConfig
+from scalerl.rollout.sampling.rollout import HybridRollout
 from scalerl.tracking import Tracking
 from scalerl.tracking.metrics import Metric, Timers, merge_metrics, validation_metrics
 from scalerl.trainer.console_texts import StartPhases
-from scalerl.trainer.contracts import Actor, Critic, Pass, Reference, RewardModel, Rollout
 from scalerl.trainer.dumps import dump_step, generations_table
 from scalerl.trainer.planners import Planner, plan_roles
 from scalerl.trainer.profiling import profiled
+from scalerl.trainer.ranks.roles import MegatronActor, MegatronCritic, MegatronReference, MegatronRewardModel, Pass
 from scalerl.trainer.ranks.worker import MegatronWorker
 from scalerl.trainer.sample_stream import SampleStream
 from scalerl.trainer.saving import checkpoints
@@ -34,11 +34,11 @@ class Run:
 
     config: PPOConfig
     samples: SampleStream
-    rollout: Rollout
-    actor: Actor
-    reference: Reference | None
-    critic: Critic | None
-    reward_model: RewardModel | None
+    rollout: HybridRollout
+    actor: MegatronActor
+    reference: MegatronReference | None
+    critic: MegatronCritic | None
+    reward_model: MegatronRewardModel | None
     # None without algorithm.use_kl_in_reward.
     kl: KLController | None
     # One group for each pool, the actor's first.
@@ -57,11 +57,6 @@ class Run:
     tested_at: int | None = None
     # Whether the step in progress, or the last one, has begun to change weights.
     is_updating: bool = False
-
-    @property
-    def checkpoint(self) -> Path | None:
-        """The newest checkpoint: the one that the run resumed from, until the run saves its own."""
-        return self.saves.latest
 
 
 def fit(run: Run) -> dict[str, float]:
@@ -254,7 +249,7 @@ def state_to_save(run: Run) -> dict[str, Any]:
 def save(run: Run, state: dict[str, Any] | None = None) -> None:
     """Saves the whole state of the run; with trainer.async_save it is written while the next steps run.
 
-    Servers on the trainer's devices make room for it (`Rollout.lend_device`).
+    Servers on the trainer's devices make room for it (`HybridRollout.lend_device`).
 
     state: of `state_to_save`, when the weights were as they are; None: it is of now.
     It becomes a checkpoint once the step is logged (`log_step`), at the latest with the next save or the run's end.

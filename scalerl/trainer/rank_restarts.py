@@ -25,8 +25,8 @@ JOB_END_ENV = "SCALERL_JOB_END_TIME"
 REPLACE_NODE_S = 120.0
 
 
-class ReadyRun(Protocol):
-    """The part of a run (`ppo.Run`, `sft.SFTRun`) that its restarts read once it can train."""
+class AnyRun(Protocol):
+    """A run of any kind (`ppo.Run`, `sft.SFTRun`)."""
 
     step: int
     saves: Saves
@@ -69,7 +69,7 @@ class RankRestarts:
         self.resumed = resumed
         # Of the run that was ready last; None without mlflow.
         self.mlflow_run_id: str | None = None
-        self._run: ReadyRun | None = None
+        self._run: AnyRun | None = None
         self._began = self._ready = clock()
         self._start_s = 0.0
         self._loss: Loss | None = None
@@ -81,7 +81,7 @@ class RankRestarts:
         """Notes that the run starts."""
         self._began, self._run, self._refusal = self._clock(), None, ""
 
-    def ready(self, run: ReadyRun) -> None:
+    def ready(self, run: AnyRun) -> None:
         """Notes that the run can train, and logs what was lost since it last could."""
         now = self._clock()
         self._start_s, self._ready, self._run = now - self._began, now, run

@@ -15,9 +15,8 @@ from scalerl.config import PPOConfig
 from scalerl.data import PromptCursor
 from scalerl.errors import UserError
 from scalerl.rollout.sampling.groups import EarlyEnd, GroupFilter, SampleGroup, kept_uids
-from scalerl.rollout.sampling.rollout import Finished, Generation
+from scalerl.rollout.sampling.rollout import Finished, Generation, HybridRollout
 from scalerl.tracking.metrics import Metric, merge_metrics
-from scalerl.trainer.contracts import Rollout
 from scalerl.trainer.ledger import Ledger
 
 
@@ -40,7 +39,7 @@ class SampleStream:
     prompts: gives the prompts of new groups.
     """
 
-    def __init__(self, config: PPOConfig, rollout: Rollout, prompts: PromptCursor, *, total_steps: int) -> None:
+    def __init__(self, config: PPOConfig, rollout: HybridRollout, prompts: PromptCursor, *, total_steps: int) -> None:
         self.rollout, self.prompts, self.total_steps = rollout, prompts, total_steps
         self.batch_size = config.data.train_batch_size
         self.gen_batch_size = config.data.gen_batch_size

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import ray
@@ -26,8 +24,9 @@ from scalerl.trainer.checks.preflight import SFTInputs
 from scalerl.trainer.console_texts import length_of_epochs
 from scalerl.trainer.planners import PackingRules
 from scalerl.trainer.profiling import profiled
+from scalerl.trainer.ranks.roles import TrainedModel
 from scalerl.trainer.ranks.sft_worker import SFTWorker
-from scalerl.trainer.ranks.worker import MegatronWorker, begin_rank_saves
+from scalerl.trainer.ranks.worker import MegatronWorker
 from scalerl.trainer.run_host import RunHost
 from scalerl.trainer.saving import checkpoints
 from scalerl.trainer.saving.checkpoints import OWN_FILES, own_files
@@ -53,11 +52,6 @@ class SFTRun:
     saves: Saves
     step: int = 0
 
-    @property
-    def checkpoint(self) -> Path | None:
-        """The newest checkpoint: the one that the run resumed from, until the run saves its own."""
-        return self.saves.latest
-
 
 def fit(run: SFTRun) -> None:
     """Trains to total_steps, or to the end of the step in which a stop was requested."""
@@ -74,7 +68,7 @@ def fit(run: SFTRun) -> None:
             metrics = run.workers.call(SFTWorker.update_sft, batch, totals=totals).metrics
         run.step = step
         # In the second half a validation could take the time that the save of its step needs.
-        is_test = is_test_due(step, cfg.test_freq, run.total_steps) and not run.stop.is_late
+        is_test = checkpoints.is_save_due(step, cfg.test_freq, run.total_steps) and not run.stop.is_late
         if run.val is not None and is_test:
             with run.timers("testing"):
                 tested = validate(run, run.val)
@@ -96,11 +90,6 @@ def fit(run: SFTRun) -> None:
                 run.saves.commit()
 
 
-def is_test_due(step: int, test_freq: int, total: int) -> bool:
-    """Whether a step validates: the last step, and each test_freq-th step if test_freq > 0; no step if it is 0."""
-    return test_freq != 0 and (step == total or (test_freq > 0 and step % test_freq == 0))
-
-
 def validate(run: SFTRun, val: SFTDataset) -> dict[str, Metric]:
     """Metrics of the current weights on the validation set, which learns nothing."""
     return run.workers.call(SFTWorker.evaluate_sft, place(run, val, range(len(val)))).metrics
@@ -114,7 +103,7 @@ def place(run: SFTRun, dataset: SFTDataset, rows: Sequence[int]) -> ShardedBatch
         num_tokens_S,
         mini_batches=[range(len(picked))],
         workload_S=run.mfu_basis.flops.forward_each(num_tokens_S),
-        sample_names=[f"row {row}" for row in rows],
+        name_of=lambda place: f"row {rows[place]}",
         keys=SizeKeys("data.max_tokens_per_micro_batch", "data.train_batch_size"),
         **vars(run.packing),
     )
@@ -145,14 +134,10 @@ def throughput(run: SFTRun, batch: ShardedBatch, timing_s: dict[str, float]) -> 
 
 def save(run: SFTRun) -> None:
     """Saves the whole state of the run; with trainer.async_save it is written while the next steps run."""
-
-    def write(directory: str) -> None:
-        run.workers.call(MegatronWorker.save_checkpoint, "actor", directory)
-
-    begin = functools.partial(begin_rank_saves, run.workers, "actor")
+    model = TrainedModel(run.workers)
     run.saves.save(
         run.step,
-        {"actor": SavedModel(write, run.config.model.path, begin=begin)},
+        {"actor": SavedModel(model.save, run.config.model.path, begin=model.begin_save)},
         {"prompts": run.rows.state_dict(), "mlflow_run_id": run.tracker.run_id},
         # No step runs beside the last save.
         wait=run.step >= run.total_steps or run.stop.requested,
@@ -220,7 +205,7 @@ def sft_run(cfg: SFTConfig, inputs: SFTInputs, host: RunHost) -> Iterator[SFTRun
         tracker.wait_started()
         say_how_to_open(tracker)
         if resumed.directory is not None:
-            workers.call(MegatronWorker.load_checkpoint, "actor", str(resumed.directory / "actor"))
+            TrainedModel(workers).load(str(resumed.directory / "actor"))
             run.rows.load_state_dict(resumed.state["prompts"])
             run.step, run.saves.latest = resumed.step, resumed.directory
             for line in checkpoints.resumed_lines(resumed, cfg, attention):

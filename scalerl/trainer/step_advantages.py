@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from scalerl.algorithms import AdvantageEstimator, KLController, get_adv_estimator
+from scalerl.batch.columns import BASELINE_SCORE
 from scalerl.cluster.batch import HeldRows, PlacedBatch
 from scalerl.config.schema import AlgorithmConfig
+from scalerl.rollout.sampling.rollout import HybridRollout
 from scalerl.tracking.metrics import Metric
 from scalerl.tracking.metrics.failed_samples import as_wrong
-
-if TYPE_CHECKING:
-    # Not for a dry run, whose checks import this module: that one imports checkpoints.
-    from scalerl.trainer.contracts import Actor, Rollout
-
-# The sample column that remax needs, and that estimators of the user may need.
-GREEDY_SCORE = "baseline_score"
+from scalerl.trainer.ranks.roles import MegatronActor
 
 
 def needs_greedy_baseline(config: AlgorithmConfig) -> bool:
     """Whether the advantage estimator needs the score of a greedy response to each prompt."""
-    return GREEDY_SCORE in get_adv_estimator(config.adv_estimator).needs
+    return BASELINE_SCORE.name in get_adv_estimator(config.adv_estimator).needs
 
 
-def add_greedy_baseline(rollout: Rollout, samples: HeldRows) -> tuple[HeldRows, dict[str, Metric]]:
+def add_greedy_baseline(rollout: HybridRollout, samples: HeldRows) -> tuple[HeldRows, dict[str, Metric]]:
     """Adds the sample column baseline_score: the reward of a greedy response to the prompt, by the served weights.
 
     Where the greedy response failed, a sample's own reward is its baseline, so that it has no advantage.
@@ -37,11 +32,11 @@ def add_greedy_baseline(rollout: Rollout, samples: HeldRows) -> tuple[HeldRows, 
     if not failed_S.all():
         metrics = metrics | {"critic/baseline_score/mean": Metric(float(scores_S[~failed_S].mean()), "mean")}
     scores_S = np.where(failed_S, rewards_of(samples.samples), scores_S)
-    return samples.with_samples(**{GREEDY_SCORE: scores_S}), metrics
+    return samples.with_samples(**{BASELINE_SCORE.name: scores_S}), metrics
 
 
 def estimate_advantages(
-    actor: Actor, batch: PlacedBatch, config: AlgorithmConfig, kl: KLController | None
+    actor: MegatronActor, batch: PlacedBatch, config: AlgorithmConfig, kl: KLController | None
 ) -> tuple[PlacedBatch, dict[str, Metric]]:
     """Adds rewards and advantages to the batch: one per sample, or one per token, which the actor's ranks keep.
 
@@ -97,7 +92,9 @@ def sample_advantages(
     return advantages_S
 
 
-def penalize_kl(actor: Actor, batch: PlacedBatch, kind: str, kl: KLController) -> tuple[PlacedBatch, dict[str, Metric]]:
+def penalize_kl(
+    actor: MegatronActor, batch: PlacedBatch, kind: str, kl: KLController
+) -> tuple[PlacedBatch, dict[str, Metric]]:
     """Takes coef * (KL summed over the tokens) off the sample column rewards, then updates the controller."""
     sums_S, lengths_S = actor.reward_kl(batch, kind), batch.samples["num_sampled_tokens"]
     has_tokens_S = lengths_S > 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from scalerl.checkpoint import pieces
-from scalerl.checkpoint.digest import digest_of_file
+from scalerl.checkpoint.pieces import digest_of_file
 from scalerl.checkpoint.store import CheckpointWriteError
 from scalerl.parallel import checkpoint, restore
 from scalerl.parallel.checkpoint import BackgroundSave, HostCopy, main_tensors

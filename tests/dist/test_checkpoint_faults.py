@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from scalerl.checkpoint import store
-from scalerl.checkpoint.digest import BLOCK_BYTES
 from scalerl.checkpoint.errors import DamagedCheckpointError
+from scalerl.checkpoint.pieces import BLOCK_BYTES
 from scalerl.checkpoint.torch_dist import DistCheckpoint
 from scalerl.parallel import checkpoint, restore
 from scalerl.trainer.saving.saves import SavedModel

@@ -73,7 +73,7 @@ def trained(model: str) -> list[list[Any]]:
         # A skipped update changes nothing, whichever way gradients and parameters take.
         trainee.factor = float("nan")
         assert trainee.update()["skipped_updates"] == 1
-        trainee.engine.to_host(params=True, grads=False, optimizer=False)
+        trainee.engine.to_host("params")
         trainee.engine.to_device()
         runs.append([*numbers, *trainee.weights().values()])
     return runs

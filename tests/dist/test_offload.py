@@ -31,21 +31,21 @@ def train(model: str, layout: tuple[int, int, int], megatron: dict[str, Any], aw
     trainee = Trainee(model, layout, **megatron)
     sizes = []
 
-    def leave(**parts: bool) -> None:
+    def leave(*parts: str) -> None:
         if away:
-            trainee.engine.to_host(**parts)
+            trainee.engine.to_host(*parts)
             sizes.append(trainee.engine.device_bytes())
 
     leave()
     numbers: list[Any] = []
     for _ in range(NUM_UPDATES):
-        trainee.engine.to_device(grads=False, optimizer=False)
+        trainee.engine.to_device("params")
         numbers.append(trainee.logprobs())
-        leave(grads=False, optimizer=False)
+        leave("params")
         trainee.engine.to_device()
         numbers.append(trainee.update())
         leave()
-        trainee.engine.to_device(grads=False, optimizer=False)
+        trainee.engine.to_device("params")
         numbers.append(trainee.weights())
         leave()
     trainee.engine.to_device()
@@ -91,13 +91,12 @@ def sizes(model: str, layout: tuple[int, int, int], dtype: str) -> Any:
     addresses = {}
     device_bytes = {"all": trainee.engine.device_bytes()}
     for part in PARTS:
-        only = {name: name == part for name in PARTS}
-        trainee.engine.to_host(**only)
-        trainee.engine.to_host(**only)
+        trainee.engine.to_host(part)
+        trainee.engine.to_host(part)
         device_bytes[part] = trainee.engine.device_bytes()
         addresses[part] = [view.untyped_storage().nbytes() for view in views]
-        trainee.engine.to_device(**only)
-        trainee.engine.to_device(**only)
+        trainee.engine.to_device(part)
+        trainee.engine.to_device(part)
     device_bytes["back"] = trainee.engine.device_bytes()
     grads_are_zero = all(not p.main_grad.any() for p in trainee.engine.chunks[0].parameters())
     return num_params, device_bytes, addresses, grads_are_zero
@@ -156,23 +155,23 @@ def refusals(model: str, layout: tuple[int, int, int], directory: str) -> Any:
     trainee = Trainee(model, layout)
     trainee.update()
 
-    def refused(work: Any, **parts: bool) -> str:
-        trainee.engine.to_host(**{part: False for part in PARTS} | parts)
+    def refused(work: Any, *parts: str) -> str:
+        trainee.engine.to_host(*parts)
         with pytest.raises(OffloadedError) as error:
             work()
         trainee.engine.to_device()
         return str(error.value)
 
     messages = {
-        "logprobs": refused(trainee.logprobs, params=True),
-        "grads": refused(trainee.update, grads=True),
-        "update": refused(trainee.update, params=True, optimizer=True),
-        "export": refused(trainee.weights, params=True),
-        "save": refused(lambda: save_engine(trainee.engine, directory), optimizer=True),
-        "load": refused(lambda: load_engine(trainee.engine, directory), params=True),
+        "logprobs": refused(trainee.logprobs, "params"),
+        "grads": refused(trainee.update, "grads"),
+        "update": refused(trainee.update, "params", "optimizer"),
+        "export": refused(trainee.weights, "params"),
+        "save": refused(lambda: save_engine(trainee.engine, directory), "optimizer"),
+        "load": refused(lambda: load_engine(trainee.engine, directory), "params"),
     }
     # Log-probs and export need neither gradients nor optimizer state.
-    trainee.engine.to_host(params=False)
+    trainee.engine.to_host("grads", "optimizer")
     trainee.logprobs(), trainee.weights()
     trainee.engine.to_device()
     return messages, trainee.update()["grad_norm"]
@@ -180,12 +179,9 @@ def refusals(model: str, layout: tuple[int, int, int], directory: str) -> Any:
 
 def test_work_that_needs_what_is_away_is_refused(model: str, tmp_path: Path) -> None:
     for messages, grad_norm in run_ranks(2, refusals, model, LAYOUTS["tp2"], str(tmp_path / "none")):
-        assert messages["logprobs"] == (
-            "logprobs needs on the device what is in host memory: params; call to_device(params=True) first"
-        )
-        assert "an update" in messages["grads"] and "to_device(grads=True)" in messages["grads"]
-        assert "params, optimizer" in messages["update"]
-        assert messages["update"].endswith("call to_device(params=True, optimizer=True) first")
+        assert messages["logprobs"] == "logprobs needs on the device what is in host memory: params"
+        assert "an update" in messages["grads"] and messages["grads"].endswith(": grads")
+        assert messages["update"].endswith(": params, optimizer")
         assert messages["export"].startswith("export_buckets needs")
         assert messages["save"].startswith("saving a checkpoint needs") and "optimizer" in messages["save"]
         assert messages["load"].startswith("loading a checkpoint needs") and "params" in messages["load"]

@@ -322,13 +322,7 @@ def error_of(model: str, head: str, trainable: bool) -> str:
 def test_a_value_model_is_no_policy(tmp_path: Path) -> None:
     path = value_model(tmp_path, "qwen3")
     [message] = run_ranks(1, error_of, str(path), "lm", True)
-    assert str(path) in message and "predicts no words" in message
-
-
-def test_a_reward_model_needs_a_head(tmp_path: Path) -> None:
-    path = make_tiny_model(tmp_path, "qwen3")
-    [message] = run_ranks(1, error_of, str(path), "value", False)
-    assert str(path) in message and "give a reward model" in message
+    assert "predicts no words" in message
 
 
 def test_a_lost_head_is_missed(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ import ray
 from ray._private import ray_constants, services
 from ray.exceptions import RayActorError, RayTaskError
 
-from scalerl.cluster.ask import values_of
-from scalerl.cluster.failures import WorkerError
+from scalerl.cluster.failures import WorkerError, values_of
 from scalerl.cluster.pools import ActorSpec, Reusable
 from scalerl.cluster.processes import Lease, Processes
 from scalerl.config.schema import RolloutConfig

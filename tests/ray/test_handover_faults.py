@@ -126,7 +126,8 @@ class Run:
         """Whichever server made a sample has the trainer's weights."""
         lengths = samples.num_tokens_S.tolist()
         plan = plan_step(lengths, dp_size=1, mini_batches=[range(len(lengths))], max_tokens_per_micro_batch=128)
-        batch, metrics = self.actor.logprobs(self.rollout.place(samples, {"actor": plan}))
+        placed = self.rollout.place(samples, {"actor": plan})
+        batch, metrics = self.actor.begin_logprobs(placed).add_to(placed)
         assert to_floats(rollout_diff_metrics(metrics))["training/rollout_probs_diff_max"] < 1e-4
         return batch
 

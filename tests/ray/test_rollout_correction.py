@@ -102,13 +102,15 @@ class Trainer:
         return PlacedBatch(samples, {"actor": plan}).with_column(TOKENS, "actor", shards)
 
     def step(self, rollout_logprobs: list[torch.Tensor], rows: range = range(8)) -> tuple[PlacedBatch, Metrics]:
-        batch, metrics = self.actor.logprobs(self.batch(rollout_logprobs, rows))
+        given = self.batch(rollout_logprobs, rows)
+        batch, metrics = self.actor.begin_logprobs(given).add_to(given)
         return batch, metrics | self.actor.update(batch)
 
     def logprobs(self) -> list[torch.Tensor]:
         """Of each row, by the weights as they are."""
         plain = MegatronActor(self.group, ActorConfig(), 1.0)
-        batch, _ = plain.logprobs(self.batch(ZEROS))
+        given = self.batch(ZEROS)
+        batch, _ = plain.begin_logprobs(given).add_to(given)
         return columns_of(batch, "old_logprobs")["old_logprobs"]
 
 
@@ -239,7 +241,7 @@ def test_bypass_takes_the_samplers_log_probs_and_makes_no_pass(group: WorkerGrou
     old = trainer.logprobs()
     rollout = [row + 0.125 * (number - 3) for number, row in enumerate(old)]
     given = trainer.batch(rollout)
-    batch, metrics = trainer.actor.logprobs(given)
+    batch, metrics = trainer.actor.begin_logprobs(given).add_to(given)
     assert (batch, metrics) == (given, {}) and trainer.actor.worst_tokens(batch) == {}
     metrics = trainer.actor.update(batch)
     differences = torch.cat([(rollout[row] - old[row])[mask_of(row)] for row in MINI_BATCHES[0]])
@@ -268,7 +270,7 @@ def test_an_update_makes_the_old_log_probs_bit_for_bit(group: WorkerGroup, model
             if one_pass:
                 batch, step_metrics = actor.evaluate_and_update(given)
             else:
-                batch, step_metrics = actor.logprobs(given)
+                batch, step_metrics = actor.begin_logprobs(given).add_to(given)
                 step_metrics |= actor.update(batch)
             columns.append(columns_of(batch, "old_logprobs")["old_logprobs"])
             metrics.append(values(step_metrics))

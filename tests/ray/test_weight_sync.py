@@ -144,7 +144,7 @@ def train(group: WorkerGroup) -> None:
     shards = [ray.put(shard(dp_rank)) for dp_rank in range(dp_size)]
     batch = PlacedBatch(samples, {"actor": plan}).with_column(TOKENS, "actor", shards)
     actor = MegatronActor(group, ActorConfig(), temperature=1.0)
-    batch, _ = actor.logprobs(batch)
+    batch, _ = actor.begin_logprobs(batch).add_to(batch)
     metrics = actor.update(batch)
     assert metrics["actor/grad_norm"].value > 0
 

@@ -13,8 +13,7 @@ import numpy as np
 
 from scalerl.batch.data_proto import DataProto, Jagged
 from scalerl.checkpoint.store import CheckpointWriteError
-from scalerl.cluster.dispatch import Dispatch, Execute, MicroBatches, Result, register
-from scalerl.cluster.rank import Worker
+from scalerl.cluster.dispatch import Dispatch, Execute, MicroBatches, Result, Worker, register
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.data.problems import DataError
 from scalerl.parallel.layout import Layout

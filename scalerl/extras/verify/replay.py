@@ -222,11 +222,11 @@ class DumpedSamples:
         return self.batch, {}
 
     def greedy_scores(self, samples: HeldRows) -> tuple[np.ndarray, dict[str, Metric]]:
-        from scalerl.trainer.step_advantages import GREEDY_SCORE
+        from scalerl.batch.columns import BASELINE_SCORE
 
-        if GREEDY_SCORE not in samples.samples:
-            raise UserError(f"the dump has no column {GREEDY_SCORE}: it was not written with this estimator")
-        return samples.samples[GREEDY_SCORE], {}
+        if BASELINE_SCORE.name not in samples.samples:
+            raise UserError(f"the dump has no column {BASELINE_SCORE}: it was not written with this estimator")
+        return samples.samples[BASELINE_SCORE.name], {}
 
     def place(self, samples: HeldRows, plans: Mapping[str, StepPlan]) -> PlacedBatch:
         import ray

@@ -168,7 +168,7 @@ class JudgeServers:
         self.news[worker.next_lost_judge.remote()] = worker
 
     def _ask(self, calls: list[Any]) -> list[Any]:
-        from scalerl.cluster.ask import values_of
+        from scalerl.cluster.failures import values_of
 
         return values_of("judge", calls, self.timeout_s)
 

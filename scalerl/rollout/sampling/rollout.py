@@ -1,4 +1,4 @@
-"""`HybridRollout`, a `trainer.contracts.Rollout`: generations on the policy's servers, and their samples."""
+"""`HybridRollout`: generations on the policy's servers, and their samples. A training loop of the user may call it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from scalerl.algorithms import policy_loss_columns
 from scalerl.base.user_code import absolute
 from scalerl.batch import StepPlan
 from scalerl.batch.columns import COLUMNS
-from scalerl.cluster.ask import values_of
 from scalerl.cluster.batch import TOKENS, HeldRows, PlacedBatch
-from scalerl.cluster.failures import WorkerError
+from scalerl.cluster.failures import WorkerError, values_of
 from scalerl.cluster.pools import ActorSpec
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config.schema import CustomRewardFunctionConfig, PPOConfig, ProgramConfig
@@ -69,7 +68,10 @@ class Finished:
 
 
 class HybridRollout:
-    """Generates samples on the servers, and scores, joins and dumps them; they stay with the rollout workers."""
+    """Generates samples on the servers, and scores, joins and dumps them; they stay with the rollout workers.
+
+    The training loop sees one row of numbers for each sample.
+    """
 
     def __init__(
         self,
@@ -127,6 +129,7 @@ class HybridRollout:
             self.judge.connect(self.workers.handles)
 
     def lend_device(self) -> AbstractContextManager[None]:
+        """Frees device memory for a save or a load of the trainer inside the block, between two generations."""
         return self.servers.lend_device()
 
     def begin(
@@ -156,6 +159,7 @@ class HybridRollout:
         return np.array([reward_of[uid] for uid in samples.samples["uid"].tolist()]), finished.metrics
 
     def validate(self, *, step: int) -> tuple[HeldRows, Metrics]:
+        """Draws samples for every validation prompt by rollout.val_kwargs, and scores them."""
         config = self.rollout.val_kwargs
         sampling = SamplingParams(
             self.config.data.max_response_length,
@@ -184,6 +188,7 @@ class HybridRollout:
         return generation
 
     def finish(self, generation: Generation) -> Finished:
+        """Waits for a generation; returns its scored samples, its metrics and the groups that were left unfinished."""
         finished = self._finished(generation)
         samples = finished.samples.samples
         failed = samples["reward_failed"]
@@ -265,6 +270,7 @@ class HybridRollout:
         return batch.with_column(TOKENS, role, self.workers.shards(samples, plan))
 
     def drop(self, samples: HeldRows) -> None:
+        """Frees the samples, which are no longer needed."""
         self.workers.drop(samples)
 
     def dump(self, samples: HeldRows, batch: PlacedBatch, path: Path) -> None:
@@ -279,6 +285,7 @@ class HybridRollout:
     def texts(
         self, samples: HeldRows, rows: Sequence[int], dataset: str, *, with_special_tokens: bool
     ) -> list[tuple[str, str, str]]:
+        """The texts (prompt, response, ground truth) of these rows.  dataset: that of the prompts, `train` or `val`."""
         return self.workers.texts(samples, rows, dataset, with_special_tokens)
 
     def release_device(self) -> None:

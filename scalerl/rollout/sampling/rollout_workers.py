@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import ray
 
-from scalerl.cluster.ask import values_of
 from scalerl.cluster.batch import HeldRows, TokenColumn, positions_by_label
-from scalerl.cluster.failures import WorkerError
+from scalerl.cluster.failures import WorkerError, values_of
 from scalerl.cluster.pools import PooledActor
 from scalerl.cluster.worker_group import LEAVE_TIMEOUT_S
 

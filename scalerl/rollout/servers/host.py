@@ -256,7 +256,7 @@ class MultiNodeServer(RolloutServer):
     def start(self) -> None:
         """Starts the processes of all nodes and returns.  Raises WorkerError when the actor of a node is gone."""
         # Not at the top: it imports torch, which no host of a server on one node needs.
-        from scalerl.cluster.ask import values_of
+        from scalerl.cluster.failures import values_of
 
         super().start()
         try:

@@ -16,7 +16,7 @@ import ray
 from ray.actor import ActorHandle
 
 from scalerl.base.process import in_daemon
-from scalerl.cluster.ask import values_of
+from scalerl.cluster.failures import values_of
 from scalerl.cluster.pools import ActorSpec, PooledActor, ResourcePool
 from scalerl.config.schema import ModelConfig, ServerConfig
 from scalerl.config.servers import ReplicaRoom

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from scalerl.cluster.dispatch import Dispatch, register
-from scalerl.cluster.rank import Worker
+from scalerl.cluster.dispatch import Dispatch, Worker, register
 from scalerl.errors import RunError
 from scalerl.rollout.servers.checksums import checksum_differences
 from scalerl.rollout.servers.client import ClientSettings, Replica, RolloutClient

@@ -14,6 +14,7 @@ import torch
 
 from scalerl.algorithms import AdvantageEstimator, get_adv_estimator, get_policy_loss, rewards_at_last_token
 from scalerl.base.user_code import UserCodeError, import_files, is_users_own, place_of
+from scalerl.batch.columns import BASELINE_SCORE
 from scalerl.batch.data_proto import DataProto
 from scalerl.config import PPOConfig, model_roles
 from scalerl.config.correction import corrects
@@ -30,7 +31,6 @@ from scalerl.tracking import check_backends
 from scalerl.tracking.metrics import validation_metrics
 from scalerl.trainer.custom_fit import Fit, load_fit
 from scalerl.trainer.saving.checkpoints import matching
-from scalerl.trainer.step_advantages import GREEDY_SCORE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -286,4 +286,4 @@ def _columns(cfg: PPOConfig, batch: DataProto) -> dict[str, Any]:
     made |= dict.fromkeys(("rollout_is_weights", "loss_mask"), corrects(cfg.algorithm.rollout_correction))
     zeros_T = torch.zeros_like(tokens["rollout_logprobs"])
     tokens |= {name: zeros_T for name, is_made in made.items() if is_made}
-    return {**batch.samples, GREEDY_SCORE: np.zeros(len(batch.samples["score"])), **tokens}
+    return {**batch.samples, BASELINE_SCORE.name: np.zeros(len(batch.samples["score"])), **tokens}

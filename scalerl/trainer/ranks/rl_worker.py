@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
+from scalerl.algorithms import PolicyObjective, ValueObjective, aggregated, policy_loss_needs
+from scalerl.algorithms.losses import policy_loss_columns
 from scalerl.batch.columns import (
     INPUT_IDS,
     LOSS_MASK,
@@ -24,12 +27,12 @@ from scalerl.batch.columns import (
 )
 from scalerl.batch.data_proto import DataProto, Jagged
 from scalerl.cluster.dispatch import Dispatch, MicroBatches, Result, register
+from scalerl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, RolloutCorrectionConfig
 from scalerl.rollout.sync.weight_sync import WeightSource
 from scalerl.tracking.metrics import Metric
+from scalerl.trainer.ranks.logprob_mismatch import compare_log_probs, worst_tokens
+from scalerl.trainer.ranks.run_estimators import reward_kl, selected_tokens_column, sums_of_rows, token_advantages
 from scalerl.trainer.ranks.worker import MegatronWorker, flat, phase
-
-if TYPE_CHECKING:
-    from scalerl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, RolloutCorrectionConfig
 
 
 class RLWorker(MegatronWorker, WeightSource):
@@ -66,15 +69,11 @@ class RLWorker(MegatronWorker, WeightSource):
         """The result of compute_log_prob.  outputs: of `MegatronEngine.logprobs`, by the step's first weights."""
         if not outputs:
             return {}, None
-        from scalerl.algorithms import aggregated
-
         columns, mask = DataProto({OLD_LOGPROBS.name: outputs["logprobs"]}), shard[RESPONSE_MASK]
         entropy_T = outputs["entropy"].values.cpu()
         how = (config.loss_agg_mode, config.loss_scale_factor)
         metrics = {"actor/entropy_loss": aggregated(entropy_T, mask.values, mask.cu_seqlens, *how)}
         if ROLLOUT_LOGPROBS.name in shard.tokens:
-            from scalerl.trainer.ranks.logprob_mismatch import compare_log_probs
-
             both = shard.union(columns)
             compared, corrected = compare_log_probs(both, correction, group=self.groups.dp, device=self.device)
             metrics, columns = metrics | compared, columns.union(corrected)
@@ -85,8 +84,6 @@ class RLWorker(MegatronWorker, WeightSource):
     @register(Dispatch.DP_COMPUTE_PROTO)
     def find_worst_tokens(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
         """Computes the sample columns of `logprob_mismatch.worst_tokens` from rollout_logprobs and old_logprobs."""
-        from scalerl.trainer.ranks.logprob_mismatch import worst_tokens
-
         return {}, DataProto(samples=worst_tokens(shard))
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
@@ -115,8 +112,6 @@ class RLWorker(MegatronWorker, WeightSource):
         self, shard: DataProto, micro_batches: MicroBatches, *, kind: str, old_logprobs: Column[Jagged]
     ) -> Result:
         """Computes sample column reward_kl, a sum over sampled tokens. old_logprobs: the policy's column."""
-        from scalerl.trainer.ranks.run_estimators import reward_kl, sums_of_rows
-
         sums = sums_of_rows(reward_kl(shard, kind, old_logprobs=old_logprobs))
         return {}, DataProto(samples={REWARD_KL.name: sums})
 
@@ -130,8 +125,6 @@ class RLWorker(MegatronWorker, WeightSource):
         kl: tuple[float, Column[Jagged]] | None,
     ) -> Result:
         """Computes columns advantages and returns of single tokens (`run_estimators.token_advantages`)."""
-        from scalerl.trainer.ranks.run_estimators import token_advantages
-
         metrics, columns = token_advantages(shard, config, kl, group=self.groups.dp, device=self.device)
         is_first = not (
             self.groups.coordinates.tp_rank or self.groups.coordinates.cp_rank or self.groups.coordinates.pp_rank
@@ -156,8 +149,6 @@ class RLWorker(MegatronWorker, WeightSource):
         totals[mini-batch]: num_loss_tokens and num_sequences of the whole mini-batch, over all dp ranks.
         bypass_mode: the sampler's log-probs are the old ones.
         """
-        from scalerl.algorithms import PolicyObjective, policy_loss_needs
-
         shard = _with_loss_columns(shard, config)
         if bypass_mode:
             shard = shard.union(DataProto({OLD_LOGPROBS.name: shard[ROLLOUT_LOGPROBS]}))
@@ -166,8 +157,6 @@ class RLWorker(MegatronWorker, WeightSource):
         kept = [index for index, total in enumerate(totals) if total["num_loss_tokens"] or not corrected]
         mini_batches, kept_totals = [micro_batches[index] for index in kept], [totals[index] for index in kept]
         if SELECTED.name in policy_loss_needs(config.policy_loss.loss_mode):
-            from scalerl.trainer.ranks.run_estimators import selected_tokens_column
-
             selected = selected_tokens_column(
                 shard,
                 mini_batches,
@@ -209,11 +198,6 @@ class RLWorker(MegatronWorker, WeightSource):
 
         The old log-probs are the update's own, bit for bit what a pass before it would give.
         """
-        import torch
-
-        from scalerl.algorithms import PolicyObjective
-        from scalerl.config.schema import RolloutCorrectionConfig
-
         (mini_batch,), (total,) = micro_batches, totals
         objective = PolicyObjective(config, total["num_loss_tokens"], total["num_sequences"])
         updated, outputs = self.engines["actor"].logprobs_and_update(
@@ -230,8 +214,6 @@ class RLWorker(MegatronWorker, WeightSource):
         self, shard: DataProto, micro_batches: MicroBatches, *, config: CriticConfig, totals: list[dict[str, int]]
     ) -> Result:
         """Updates the critic, as update_actor does the actor, on the columns values and returns."""
-        from scalerl.algorithms import ValueObjective
-
         updates = self._update("critic", shard, micro_batches, config.ppo_epochs, totals, ValueObjective, config)
         return self.update_metrics(updates, "critic"), None
 
@@ -247,8 +229,6 @@ class RLWorker(MegatronWorker, WeightSource):
         **kwargs: Any,
     ) -> list[dict[str, float]]:
         """Makes one optimizer update per epoch and mini-batch."""
-        import torch
-
         updates = []
         for _ in range(num_epochs):
             for mini_batch, total in zip(micro_batches, totals, strict=True):
@@ -264,10 +244,6 @@ class RLWorker(MegatronWorker, WeightSource):
 def _with_loss_columns(shard: DataProto, config: ActorConfig) -> DataProto:
     """The shard with advantages of tokens, and the columns that the policy loss needs: where the shard has a column of
     samples, each token has its sample's value."""
-    import torch
-
-    from scalerl.algorithms.losses import policy_loss_columns
-
     ids = shard[INPUT_IDS]
     for name in (SAMPLE_ADVANTAGES.name, *policy_loss_columns(config.policy_loss.loss_mode)):
         if name in shard.samples and name not in shard.tokens:

@@ -1,9 +1,20 @@
-"""Actor, Reference, Critic and RewardModel (`trainer.contracts`) over groups of ranks: the same group, or one each."""
+"""Actor, reference, critic and reward model, each on a group of ranks: the same group, or one each.
+
+A training loop of the user (trainer.custom_fit) may rely on them. Batches are values: a method that makes a column
+returns the batch with that column, and the tensors that both refer to stay where they are. `begin_` before the name of
+a method: the call returns at once, with a `Pass`.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -33,15 +44,18 @@ from scalerl.batch.columns import (
     Column,
 )
 from scalerl.batch.jagged import Jagged
+from scalerl.checkpoint.pieces import DIST_CKPT, WrittenFile, write_index
+from scalerl.checkpoint.store import CheckpointWriteError
 from scalerl.cluster.batch import TOKENS, PlacedBatch
 from scalerl.cluster.dispatch import Collected, Future
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, RolloutCorrectionConfig
+from scalerl.errors import RunError, UserError
 from scalerl.tracking.metrics import Metric, Metrics, explained_variance_metrics
-from scalerl.trainer.contracts import Pass
 from scalerl.trainer.ranks.rl_worker import RLWorker
 from scalerl.trainer.ranks.run_estimators import SAMPLE_NAMES
-from scalerl.trainer.ranks.worker import MegatronWorker, Writing, begin_rank_saves
+from scalerl.trainer.ranks.worker import MegatronWorker
+from scalerl.trainer.saving.saves import Writing
 
 # Columns that a loss may need without naming what brings them: `TOKENS`, the old log-probs with the columns of the
 # correction, the advantages with the returns; `update_actor` makes the last one.
@@ -50,24 +64,97 @@ MADE_ON_RANKS = {
     *(column.name for column in (OLD_LOGPROBS, ROLLOUT_IS_WEIGHTS, LOSS_MASK, TOKEN_ADVANTAGES, RETURNS)),
     SELECTED.name,
 }
+# Seconds until a rank that still writes is asked again; twice as long each time.
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.02, 1.0
 
 
 @dataclass(frozen=True)
-class MegatronActor:
-    """The policy that is trained, on a group of ranks."""
+class Pass:
+    """A forward pass of a model over a batch, which its ranks compute meanwhile.
 
+    Models in pools of their own compute at the same time; the ranks of one pool do their passes one after another, in
+    the order in which the passes began.
+    add: puts the columns that the pass made into a batch.
+    """
+
+    result: Future[Collected]
+    add: Callable[[PlacedBatch, Collected], PlacedBatch]
+
+    def add_to(self, batch: PlacedBatch) -> tuple[PlacedBatch, Metrics]:
+        """Waits for the pass; returns the batch with its columns, and its metrics. Raises the error of a failed pass.
+
+        batch: that of the pass, which may have more columns by now.
+        """
+        collected = self.result.get()
+        return self.add(batch, collected), collected.metrics
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model that checkpoints hold, with its optimizer.  role: its name on the ranks, and its directory."""
+
+    role: ClassVar[str] = "actor"
     workers: WorkerGroup
+
+    def save(self, directory: str) -> None:
+        """Writes weights and optimizer state into an existing directory."""
+        self.workers.call(MegatronWorker.save_checkpoint, self.role, directory)
+
+    def begin_save(self, directory: str) -> Writing:
+        """Starts a `save` of the current state while the run continues; the result waits until all is written."""
+        self.workers.call(MegatronWorker.begin_save_checkpoint, self.role, directory)
+        return functools.partial(self._finish, Path(directory))
+
+    def load(self, directory: str) -> None:
+        """Reads the files that `save` wrote."""
+        self.workers.call(MegatronWorker.load_checkpoint, self.role, directory)
+
+    def _finish(self, directory: Path, given_up: threading.Event) -> None:
+        """Waits for all ranks, then raises the first error of any of them; CheckpointWriteError when given up."""
+        deadline = time.monotonic() + self.workers.limit(MegatronWorker.written_checkpoint.__name__).seconds
+        files: list[WrittenFile] = []
+        common: dict[str, Any] = {}
+        failures: list[Exception] = []
+        # One after the other: they end at about the same time, and each is asked but once when it has ended.
+        for rank in range(self.workers.world_size):
+            try:
+                file, common = self._written(rank, deadline, given_up)
+                files.append(file)
+            except (RunError, UserError) as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+        write_index(directory / DIST_CKPT, files, common)
+
+    def _written(self, rank: int, deadline: float, given_up: threading.Event) -> tuple[WrittenFile, dict[str, Any]]:
+        look_s = _FIRST_LOOK_S
+        while not given_up.is_set():
+            answer = self.workers.ask(rank, MegatronWorker.written_checkpoint, self.role)
+            if answer is not None:
+                return answer
+            if time.monotonic() > deadline:
+                limit = self.workers.limit(MegatronWorker.written_checkpoint.__name__)
+                raise CheckpointWriteError(f"rank {rank} still writes after {limit.key}={limit.seconds:.0f} s")
+            given_up.wait(look_s)
+            look_s = min(2 * look_s, _LAST_LOOK_S)
+        # Whoever gave it up ends Ray now, and a call would start Ray anew.
+        raise CheckpointWriteError("the run ended before it was written")
+
+
+@dataclass(frozen=True)
+class MegatronActor(TrainedModel):
+    """The policy that is trained."""
+
     config: ActorConfig
     # The sampler's temperature: log-probs are of softmax(logits / temperature).
     temperature: float
     correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
-    def logprobs(self, batch: PlacedBatch) -> tuple[PlacedBatch, Metrics]:
-        return self.begin_logprobs(batch).add_to(batch)
-
     def begin_logprobs(self, batch: PlacedBatch) -> Pass:
-        """The pass adds old_logprobs, with a correction also num_loss_tokens [S]. With bypass_mode it adds nothing: the
-        sampler's log-probs, which the batch has, are the old ones."""
+        """Begins the pass that adds old_logprobs by the current weights, and the columns of the correction.
+
+        With bypass_mode it adds nothing: the sampler's log-probs, which the batch has, are the old ones.
+        """
         if self.correction.bypass_mode:
             return Pass(Future(lambda: Collected({}, {}, [])), lambda batch, made: batch)
         made = self.workers.call(
@@ -105,7 +192,7 @@ class MegatronActor:
     def token_advantages(
         self, batch: PlacedBatch, config: AlgorithmConfig, *, kl_coef: float | None
     ) -> tuple[PlacedBatch, Metrics]:
-        """Adds advantages and returns of single tokens to the batch. kl_coef: weight of the KL in the rewards."""
+        """Adds advantages and returns, one for each token. kl_coef: weight of the KL in the rewards; None: no KL."""
         columns = [REWARDS, REWARD_FAILED, *get_adv_estimator(config.adv_estimator).needs]
         columns += [VALUES] if batch.has(VALUES) else []
         columns += [*self._held_old_logprobs, REF_LOGPROBS] if kl_coef is not None else []
@@ -138,6 +225,10 @@ class MegatronActor:
         return names
 
     def evaluate_and_update(self, batch: PlacedBatch) -> tuple[PlacedBatch, Metrics]:
+        """Adds old_logprobs and makes the update in one forward pass, in steps where `is_one_pass_enough` holds.
+
+        Needs advantages.
+        """
         shards = batch.shards("actor", TOKENS, *self._loss_columns(batch))
         metrics, _, columns = self.workers.call(
             RLWorker.evaluate_and_update_actor,
@@ -152,6 +243,7 @@ class MegatronActor:
         return {"actor/kl_coef": Metric(self.config.kl_loss_coef, "mean")} if self.config.use_kl_loss else {}
 
     def update(self, batch: PlacedBatch) -> Metrics:
+        """Makes one optimizer update for each mini-batch and epoch. Needs old_logprobs and advantages."""
         shards = batch.shards("actor", TOKENS, *self._held_old_logprobs, *self._loss_columns(batch))
         counts = NUM_LOSS_TOKENS if batch.has(NUM_LOSS_TOKENS) else NUM_SAMPLED_TOKENS
         metrics = self.workers.call(
@@ -164,15 +256,6 @@ class MegatronActor:
         ).metrics
         return metrics | self._kl_coef()
 
-    def save(self, directory: str) -> None:
-        self.workers.call(MegatronWorker.save_checkpoint, "actor", directory)
-
-    def begin_save(self, directory: str) -> Writing:
-        return begin_rank_saves(self.workers, "actor", directory)
-
-    def load(self, directory: str) -> None:
-        self.workers.call(MegatronWorker.load_checkpoint, "actor", directory)
-
 
 def _with_old_logprobs(batch: PlacedBatch, made: Collected) -> PlacedBatch:
     return batch.with_column(OLD_LOGPROBS, "actor", made.columns).with_samples(**made.samples)
@@ -180,75 +263,53 @@ def _with_old_logprobs(batch: PlacedBatch, made: Collected) -> PlacedBatch:
 
 @dataclass(frozen=True)
 class MegatronReference:
-    """The frozen reference model, on a group of ranks."""
+    """The frozen policy model that the KL term compares the actor with."""
 
     workers: WorkerGroup
     temperature: float
 
-    def logprobs(self, batch: PlacedBatch) -> tuple[PlacedBatch, Metrics]:
-        return self.begin_logprobs(batch).add_to(batch)
-
     def begin_logprobs(self, batch: PlacedBatch) -> Pass:
+        """Begins the pass that adds ref_logprobs."""
         shards = batch.shards("ref", TOKENS)
         made = self.workers.call(RLWorker.compute_ref_log_prob, shards, temperature=self.temperature)
         return Pass(made, lambda batch, made: batch.with_column(REF_LOGPROBS, "ref", made.columns))
 
 
 @dataclass(frozen=True)
-class MegatronCritic:
-    """The critic, on a group of ranks."""
+class MegatronCritic(TrainedModel):
+    """The value model that is trained."""
 
-    workers: WorkerGroup
+    role = "critic"
     config: CriticConfig
 
-    def values(self, batch: PlacedBatch) -> tuple[PlacedBatch, Metrics]:
-        return self.begin_values(batch).add_to(batch)
-
     def begin_values(self, batch: PlacedBatch) -> Pass:
+        """Begins the pass that adds values, by the current weights."""
         made = self.workers.call(RLWorker.compute_values, batch.shards("critic", TOKENS))
         return Pass(made, lambda batch, made: batch.with_column(VALUES, "critic", made.columns))
 
     def update(self, batch: PlacedBatch) -> Metrics:
+        """Makes one optimizer update for each mini-batch and epoch. Needs values, and advantages of tokens."""
         shards = batch.shards("critic", TOKENS, VALUES, TOKEN_ADVANTAGES)
         # What the policy does not learn from was sampled and scored all the same: the critic learns from all of it.
         totals = loss_totals(shards.plan, batch.samples[NUM_SAMPLED_TOKENS.name])
         return self.workers.call(RLWorker.update_critic, shards, config=self.config, totals=totals).metrics
 
-    def save(self, directory: str) -> None:
-        self.workers.call(MegatronWorker.save_checkpoint, "critic", directory)
-
-    def begin_save(self, directory: str) -> Writing:
-        return begin_rank_saves(self.workers, "critic", directory)
-
-    def load(self, directory: str) -> None:
-        self.workers.call(MegatronWorker.load_checkpoint, "critic", directory)
-
 
 @dataclass(frozen=True)
 class MegatronRewardModel:
-    """The reward model, on a group of ranks."""
+    """The frozen model that scores samples."""
 
     workers: WorkerGroup
 
-    def scores(self, batch: PlacedBatch) -> np.ndarray:
-        """The scores [S] float64 of all samples."""
-        return _scores_of(self._compute(batch).get())
-
     def begin_scores(self, batch: PlacedBatch) -> Pass:
-        return Pass(self._compute(batch), _with_scores)
-
-    def _compute(self, batch: PlacedBatch) -> Future[Collected]:
-        return self.workers.call(RLWorker.compute_scores, batch.shards("reward_model", TOKENS))
-
-
-def _scores_of(made: Collected) -> np.ndarray:
-    return made.samples[SCORES.name].astype(np.float64)
+        """Begins the pass that replaces the score of samples of reward style "model", and no other."""
+        return Pass(self.workers.call(RLWorker.compute_scores, batch.shards("reward_model", TOKENS)), _with_scores)
 
 
 def _with_scores(batch: PlacedBatch, made: Collected) -> PlacedBatch:
-    """The batch with the reward model's scores for samples of reward style "model"."""
     is_by_model_S = batch.samples[REWARD_STYLE.name] == "model"
-    return batch.with_samples(score=np.where(is_by_model_S, _scores_of(made), batch.samples[SCORE.name]))
+    scores_S = made.samples[SCORES.name].astype(np.float64)
+    return batch.with_samples(score=np.where(is_by_model_S, scores_S, batch.samples[SCORE.name]))
 
 
 def loss_totals(plan: StepPlan, num_loss_tokens_S: np.ndarray) -> list[dict[str, int]]:

@@ -11,7 +11,6 @@ import functools
 import logging
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,15 +21,12 @@ import numpy as np
 from scalerl.base import rendezvous
 from scalerl.base.affinity import run_near_gpu
 from scalerl.base.user_code import forget_files, import_files
-from scalerl.cluster.dispatch import Dispatch, MicroBatches, register
-from scalerl.cluster.rank import Worker
-from scalerl.errors import RunError, UserError
+from scalerl.cluster.dispatch import Dispatch, MicroBatches, Worker, register
 from scalerl.parallel.layout import Layout
 from scalerl.tracking.metrics import GPUMemoryLogger, Metric, memory_phase
 
 if TYPE_CHECKING:
     from scalerl.checkpoint.pieces import WrittenFile
-    from scalerl.cluster.worker_group import WorkerGroup
     from scalerl.config.schema import MegatronConfig, OptimConfig
     from scalerl.models import Head
     from scalerl.parallel.checkpoint import BackgroundSave
@@ -39,10 +35,6 @@ if TYPE_CHECKING:
 W = TypeVar("W", bound="MegatronWorker")
 P = ParamSpec("P")
 R = TypeVar("R")
-# Waits until all of a save is on the disk. The event: the save is given up.
-Writing = Callable[[threading.Event], None]
-# Seconds until a rank that still writes is asked again; twice as long each time.
-_FIRST_LOOK_S, _LAST_LOOK_S = 0.02, 1.0
 # Level of the workers' own loggers: DEBUG shows memory before and after each phase, INFO the search for a loss scale.
 LOGGING_LEVEL_ENV = "SCALERL_LOGGING_LEVEL"
 
@@ -332,51 +324,3 @@ class MegatronWorker(Worker):
 def flat(micro_batches: MicroBatches) -> list[Sequence[int]]:
     """The micro-batches of all mini-batches, in order."""
     return [rows for mini_batch in micro_batches for rows in mini_batch]
-
-
-# --- saves that ranks write while they train, as the driver calls them ---
-
-
-def begin_rank_saves(workers: WorkerGroup, role: str, directory: str) -> Writing:
-    """Begins a save on all ranks, which write the weights and optimizer that they have when this returns."""
-    workers.call(MegatronWorker.begin_save_checkpoint, role, directory)
-    return functools.partial(_finish, workers, role, Path(directory))
-
-
-def _finish(workers: WorkerGroup, role: str, directory: Path, given_up: threading.Event) -> None:
-    """Waits for all ranks, then raises the first error of any of them; CheckpointWriteError when given up."""
-    from scalerl.checkpoint.pieces import DIST_CKPT, write_index
-
-    deadline = time.monotonic() + workers.limit(MegatronWorker.written_checkpoint.__name__).seconds
-    files: list[WrittenFile] = []
-    common: dict[str, Any] = {}
-    failures: list[Exception] = []
-    # One after the other: they end at about the same time, and each is asked but once when it has ended.
-    for rank in range(workers.world_size):
-        try:
-            file, common = _written(workers, rank, role, deadline, given_up)
-            files.append(file)
-        except (RunError, UserError) as error:
-            failures.append(error)
-    if failures:
-        raise failures[0]
-    write_index(directory / DIST_CKPT, files, common)
-
-
-def _written(
-    workers: WorkerGroup, rank: int, role: str, deadline: float, given_up: threading.Event
-) -> tuple[WrittenFile, dict[str, Any]]:
-    from scalerl.checkpoint.store import CheckpointWriteError
-
-    look_s = _FIRST_LOOK_S
-    while not given_up.is_set():
-        answer = workers.ask(rank, MegatronWorker.written_checkpoint, role)
-        if answer is not None:
-            return answer
-        if time.monotonic() > deadline:
-            limit = workers.limit(MegatronWorker.written_checkpoint.__name__)
-            raise CheckpointWriteError(f"rank {rank} still writes after {limit.key}={limit.seconds:.0f} s")
-        given_up.wait(look_s)
-        look_s = min(2 * look_s, _LAST_LOOK_S)
-    # Whoever gave it up ends Ray now, and a call would start Ray anew.
-    raise CheckpointWriteError("the run ended before it was written")

@@ -41,7 +41,6 @@ from scalerl.config.schema import RunConfig
 from scalerl.errors import UserError
 from scalerl.models import Head, copy_beside_weights, value_model_config
 from scalerl.tracking.metrics.validation import NUM_FAILED
-from scalerl.trainer.ranks.worker import Writing
 from scalerl.trainer.saving import checkpoints
 from scalerl.trainer.saving.checkpoints import CODE
 
@@ -49,6 +48,8 @@ from scalerl.trainer.saving.checkpoints import CODE
 # after the loss of a rank, because the save may hang in the process group of that rank.
 _AFTER_INTERRUPT_S, _AFTER_LOST_RANK_S = 10.0, 30.0
 _GIVE_UP_S = 2.0
+# Waits until all of a model is on the disk. The event: the save is given up.
+Writing = Callable[[threading.Event], None]
 
 
 @dataclass(frozen=True)
@@ -242,11 +243,9 @@ class Saves:
 
     def _publish(self, tmp: Path, *, step: int, check: Callable[[], None] = lambda: None) -> Path:
         """Makes the written files a checkpoint; a copy for the mirror is made later.  check: as `publish`."""
-        kept, uploads = self._kept, self._uploads
+        uploads = self._uploads
         spare = set() if uploads is None else uploads.steps
-        directory = publish(
-            tmp, self._root, step, keep=kept.newest, best=kept.best, every=kept.every, spare=spare, check=check
-        )
+        directory = publish(tmp, self._root, step, self._kept, spare=spare, check=check)
         if uploads is not None:
             uploads.add(directory)
         return directory
@@ -403,15 +402,14 @@ def publish(
     tmp: Path,
     root: str,
     step: int,
+    kept: Kept,
     *,
-    keep: int | None,
-    best: Best | None = None,
-    every: int | None = None,
     spare: Collection[int] = (),
     check: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Makes what `write` wrote the newest checkpoint, then removes old ones but `spare`; returns its directory.
+    """Makes what `write` wrote the newest checkpoint, then removes those that are not `kept`; returns its directory.
 
+    spare: steps that stay this time.
     check: raises if neither may happen any more; called before, between and after the parts that may take long.
     """
     with _removed_on_failure(tmp, root, step):
@@ -419,7 +417,7 @@ def publish(
         directory = commit(tmp, root, step, check=check)
     check()
     try:
-        rotate(root, keep, best=best, every=every, spare=spare)
+        rotate(root, kept, spare=spare)
     except OSError as error:
         # The checkpoint is there. What is left takes room, and is tried again after the next.
         warnings.warn(f"old checkpoints in {root} were not removed: {error}", stacklevel=2)

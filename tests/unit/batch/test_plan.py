@@ -177,7 +177,7 @@ def test_refuses(changes, message):
         "dp_size": 2,
         "mini_batches": [[0, 1], [2, 3]],
         "max_tokens_per_micro_batch": CAP,
-        "sample_names": [f"prompt {7 + row // 2}, sample {row % 2}" for row in range(4)],
+        "name_of": lambda row: f"prompt {7 + row // 2}, sample {row % 2}",
     }
     with pytest.raises(ValueError, match=message):
         plan_step(**arguments | changes)

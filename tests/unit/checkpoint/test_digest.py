@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl.checkpoint.digest import BLOCK_BYTES, Digest, digest_of_blocks, digest_of_file
+from scalerl.checkpoint.pieces import BLOCK_BYTES, Digest, digest_of_blocks, digest_of_file
 
 
 def digest_of(*parts: bytes) -> str:

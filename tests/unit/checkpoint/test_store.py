@@ -17,7 +17,7 @@ import pytest
 
 import scalerl
 from scalerl.checkpoint import store
-from scalerl.checkpoint.digest import ALGORITHM, digest_of_file
+from scalerl.checkpoint.pieces import ALGORITHM, digest_of_file
 from tests.lanes import full
 
 REPO = Path(next(iter(scalerl.__path__))).parent
@@ -44,7 +44,7 @@ def save(root, step, text, keep, kill_at):
         (tmp / name).write_text(text)
     store.write_trainer_state(tmp, {"step": step, "text": text})
     store.commit(tmp, root, step)
-    store.rotate(root, keep)
+    store.rotate(root, store.Kept(keep))
 
 # What is imported on the way is no operation of a save.
 with tempfile.TemporaryDirectory() as directory:
@@ -152,7 +152,7 @@ def test_killed_later_save_leaves_the_old_or_the_new_checkpoint(saver, tmp_path)
 def test_the_save_after_a_kill_leaves_no_remains(saver, tmp_path):
     for root in kill_everywhere(saver, lambda k: tmp_path / str(k), 1, "new"):
         save(root, 2)
-        store.rotate(root, 1)
+        store.rotate(root, store.Kept(1))
         assert sorted(p.name for p in root.iterdir()) == ["global_step_2", store.TRACKER_NAME]
 
 
@@ -243,15 +243,15 @@ def test_rotation_keeps_the_newest_and_the_tracked(tmp_path):
     # Half written, and not ours: neither counted nor removed.
     (tmp_path / "global_step_5").mkdir()
     (tmp_path / "notes").mkdir()
-    assert store.rotate(tmp_path, None) == []
+    assert store.rotate(tmp_path, store.Kept(None)) == []
     # The run went back from 10, which is the first to go.
-    assert store.rotate(tmp_path, 3) == ["global_step_10"]
-    assert store.rotate(tmp_path, 2) == ["global_step_1"]
-    assert store.rotate(tmp_path, 1) == ["global_step_2"]
+    assert store.rotate(tmp_path, store.Kept(3)) == ["global_step_10"]
+    assert store.rotate(tmp_path, store.Kept(2)) == ["global_step_1"]
+    assert store.rotate(tmp_path, store.Kept(1)) == ["global_step_2"]
     assert store.checkpoint_steps(tmp_path) == [5, 9]
     assert (tmp_path / "notes").is_dir()
     with pytest.raises(ValueError, match="keep is 0, must be at least 1"):
-        store.rotate(tmp_path, 0)
+        store.rotate(tmp_path, store.Kept(0))
 
 
 def test_a_save_that_another_process_is_writing_is_left_alone(tmp_path):
@@ -261,14 +261,14 @@ def test_a_save_that_another_process_is_writing_is_left_alone(tmp_path):
     alive = alive.rename(str(alive).replace(f"-{os.getpid()}-", f"-{other.pid}-"))
     elsewhere = tmp_path / "global_step_2.tmp-some-other-host-1-0123abcd"
     elsewhere.mkdir()
-    store.rotate(tmp_path, 1)
+    store.rotate(tmp_path, store.Kept(1))
     assert alive.is_dir()
     assert elsewhere.is_dir()
     other.communicate(b"\n", timeout=30)
-    store.rotate(tmp_path, 1)
+    store.rotate(tmp_path, store.Kept(1))
     assert not alive.exists()
     save(tmp_path, 2)
-    store.rotate(tmp_path, 1)
+    store.rotate(tmp_path, store.Kept(1))
     assert not elsewhere.exists()
 
 
@@ -465,10 +465,10 @@ def test_the_best_and_every_nth_stay_beside_the_newest(tmp_path, options, left):
     for step in range(1, 8):
         metrics = {"score": scores[step]} if step in scores else {}
         saved_with(tmp_path, step, tie=1.0, **metrics)
-    store.rotate(tmp_path, 2, **options)
+    store.rotate(tmp_path, store.Kept(2, **options))
     assert store.checkpoint_steps(tmp_path) == left
     # And once more, as after the next step: what stayed still does.
-    assert store.rotate(tmp_path, 2, **options) == []
+    assert store.rotate(tmp_path, store.Kept(2, **options)) == []
 
 
 def test_a_state_without_metrics_is_no_best():
@@ -479,5 +479,5 @@ def test_a_state_without_metrics_is_no_best():
 def test_the_best_so_far_stay_as_checkpoints_come(tmp_path):
     for step, score in enumerate([0.1, 0.5, 0.3, 0.4, 0.2], start=1):
         saved_with(tmp_path, step, score=score)
-        store.rotate(tmp_path, 1, best=store.Best(1, "score"))
+        store.rotate(tmp_path, store.Kept(1, store.Best(1, "score")))
     assert store.checkpoint_steps(tmp_path) == [2, 5]

@@ -13,8 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from scalerl.checkpoint import PIECES_INDEX_NAME, torch_dist
-from scalerl.checkpoint.digest import Digest, digest_of_file
-from scalerl.checkpoint.pieces import Piece, write_file, write_index
+from scalerl.checkpoint.pieces import Digest, Piece, digest_of_file, write_file, write_index
 from scalerl.checkpoint.torch_dist import (
     CheckpointReadError,
     DamagedCheckpointError,
@@ -47,7 +46,6 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.F
     """WHOLE as two files, and a number without dimensions; pieces are read in parts of a row or two, or in one go."""
     if request.param == "in parts":
         monkeypatch.setattr(torch_dist, "CACHED_BYTES", 100)
-        monkeypatch.setattr(torch_dist, "_SMALL_BYTES", 0)
     pieces = [
         Piece(
             "whole", tuple(WHOLE.shape), offsets, torch_dist.box_view(WHOLE, (offsets, sizes), (0, 0, 0)).contiguous()

@@ -96,7 +96,7 @@ def stopped() -> Iterator[subprocess.Popen[bytes]]:
 
 def test_a_process_that_is_stopped_and_gone(tmp_path: Path, stopped: subprocess.Popen[bytes]) -> None:
     files = BeatFiles.of(tmp_path, stopped.pid)
-    files.beat.write_text(json.dumps({"rank": 0, "phase": "meet", "since": time.time() - 9, "at": time.time() - 8}))
+    files.beat.write_text(json.dumps({"phase": "meet", "since": time.time() - 9, "at": time.time() - 8}))
     # Of an earlier report.
     files.answer.write_text('{"stacks": "old", "flight": {}}')
     (seen,) = seen_on_node(str(tmp_path), [stopped.pid])

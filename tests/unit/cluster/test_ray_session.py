@@ -61,22 +61,6 @@ def test_the_logs_of_a_failure_are_kept(tmp_path: Path) -> None:
     assert (tmp_path / "logs" / "worker-1.err").read_text() == "the end\n"
 
 
-def test_kept_logs_have_no_colours(tmp_path: Path) -> None:
-    """What Ray writes for a terminal is text in a file; a file that is no text stays as it is."""
-    binary = b"\0\x1b[1m\n\xff"
-    with pytest.raises(RuntimeError), session_directory(tmp_path / "logs", parent=tmp_path) as directory:
-        write_logs(directory)
-        logs = directory / "session_1" / "logs"
-        (logs / "old").mkdir()
-        (logs / "old" / "driver.log").write_bytes(
-            b"\x1b[33m(raylet)\x1b[0m no [33m\r\n\x1b[1;36mnode \xc3\xa4\x1b[0m\x1b[K"
-        )
-        (logs / "state").write_bytes(binary)
-        raise RuntimeError
-    assert (tmp_path / "logs" / "old" / "driver.log").read_bytes() == b"(raylet) no [33m\r\nnode \xc3\xa4"
-    assert (tmp_path / "logs" / "state").read_bytes() == binary
-
-
 def test_logs_that_cannot_be_kept_do_not_hide_the_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Of a disk that is full they cannot; here something is in their way."""
     (tmp_path / "logs").write_text("")

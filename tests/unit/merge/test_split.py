@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 
 from scalerl.checkpoint.torch_dist import DistCheckpoint
 from scalerl.merge import main, merge
-from scalerl.merge.split import SplitSizes, split
+from scalerl.merge.split import split, split_sizes
 from scalerl.models import ModelShape, read_config
 from tests.tiny_models import FAMILIES, WITH_EXPERTS, make_tiny_model, store_as_fp8
 
-DENSE = [SplitSizes(), SplitSizes(tp_size=2, pp_size=2), SplitSizes(pp_size=2, vpp_size=2, cp_size=2)]
-MIXTURE = [SplitSizes(tp_size=2, ep_size=2, etp_size=1), SplitSizes(pp_size=2, ep_size=4, etp_size=2)]
+DENSE = [split_sizes(), split_sizes(tp=2, pp=2), split_sizes(pp=2, vpp=2, cp=2)]
+MIXTURE = [split_sizes(tp=2, ep=2, etp=1), split_sizes(pp=2, ep=4, etp=2)]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_a_model_stored_as_fp8_is_merged_as_its_dtype(tmp_path: Path) -> None:
     )
     config = read_config(path)
     meant = store_as_fp8(path)
-    split(path, tmp_path / "split", SplitSizes(tp_size=2))
+    split(path, tmp_path / "split", split_sizes(tp=2))
     assert merge(tmp_path / "split", tmp_path / "merged").dtype == "bfloat16"
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert merged.keys() == meant.keys()
@@ -67,7 +67,7 @@ def test_a_model_stored_as_fp8_is_merged_as_its_dtype(tmp_path: Path) -> None:
 
 
 def test_ranks_have_what_their_layout_says(models: dict[str, Path], tmp_path: Path) -> None:
-    split(models["qwen3_moe"], tmp_path / "split", SplitSizes(tp_size=2, pp_size=2, vpp_size=2, ep_size=2, etp_size=1))
+    split(models["qwen3_moe"], tmp_path / "split", split_sizes(tp=2, pp=2, vpp=2, ep=2, etp=1))
     with DistCheckpoint(tmp_path / "split" / "dist_ckpt") as stored:
 
         def ranks(key: str) -> dict[str, set[tuple[int, ...]]]:

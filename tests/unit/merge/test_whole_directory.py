@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scalerl.merge.whole_directory import whole_directory
+from scalerl.merge.writer import whole_directory
 
 
 @pytest.mark.parametrize("has_old", [True, False])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from scalerl.trainer.mismatched_samples import IDENTITY, worst_rows, write_outliers
+from scalerl.trainer.dumps import IDENTITY, worst_rows, write_outliers
 
 
 def samples() -> dict[str, np.ndarray]:

@@ -13,7 +13,7 @@ from scalerl.trainer import ppo, sft
 from tests.e2e.step_checks import check_timing
 
 # No work: comparisons of numbers, and bookkeeping of what is in memory.
-TRIFLES = {"is_due", "is_save_due", "is_test_due", "pop", "trained", "StepOutcome", "log_step", "is_one_pass_enough"}
+TRIFLES = {"is_due", "is_save_due", "pop", "trained", "StepOutcome", "log_step", "is_one_pass_enough"}
 TRIFLES |= {"train_step", "train_step_or_save"}
 # What it does is in a part of its own.
 TRIFLES |= {"profiled"}

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from scalerl.base.files import NO_ROOM
+from scalerl.checkpoint.pieces import TensorSpec
 from scalerl.errors import UserError
-from scalerl.merge.writer import SafetensorsFile, TensorSpec, file_name, write_safetensors_index
+from scalerl.merge.writer import SafetensorsFile, file_name, write_safetensors_index
 from scalerl.models import copy_beside_weights
 from scalerl.rollout.servers.buckets import NamedTensors
 from scalerl.rollout.sync.session import Export, SyncSession, Transport

@@ -63,10 +63,10 @@ def batch() -> PlacedBatch:
 
 def test_forward_passes_get_no_column_of_samples(ranks: Any, batch: PlacedBatch) -> None:
     actor, critic = MegatronActor(ranks, ActorConfig(), 1.0), MegatronCritic(ranks, CriticConfig())
-    batch, _ = actor.logprobs(batch)
-    batch, _ = MegatronReference(ranks, 1.0).logprobs(batch)
-    batch, _ = critic.values(batch)
-    MegatronRewardModel(ranks).scores(batch)
+    batch, _ = actor.begin_logprobs(batch).add_to(batch)
+    batch, _ = MegatronReference(ranks, 1.0).begin_logprobs(batch).add_to(batch)
+    batch, _ = critic.begin_values(batch).add_to(batch)
+    MegatronRewardModel(ranks).begin_scores(batch)
     actor.worst_tokens(batch)
     actor.reward_kl(batch, "kl")
     assert ranks.got == [set()] * 6

@@ -10,7 +10,7 @@ import pytest
 
 from scalerl.checkpoint.store import CheckpointWriteError
 from scalerl.cluster.worker_group import Limit
-from scalerl.trainer.ranks.worker import begin_rank_saves
+from scalerl.trainer.ranks.roles import TrainedModel
 
 
 @pytest.mark.parametrize("answers", [0, 2])
@@ -26,7 +26,7 @@ def test_a_save_that_is_given_up_asks_no_rank_any_more(answers: int, tmp_path) -
             given_up.set()
 
     workers = SimpleNamespace(world_size=2, limit=lambda name: Limit("a", 60), ask=ask, call=lambda *_: None)
-    finish = begin_rank_saves(cast(Any, workers), "actor", str(tmp_path))
+    finish = TrainedModel(cast(Any, workers)).begin_save(str(tmp_path))
     with pytest.raises(CheckpointWriteError, match="the run ended before it was written"):
         finish(given_up)
     assert asked == [0] * answers
