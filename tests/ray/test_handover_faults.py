@@ -148,8 +148,7 @@ class Run:
         return [replica.url for replica in self.servers.replicas]
 
     def client(self, index: int) -> RolloutClient:
-        replica = self.servers.replicas[index]
-        return RolloutClient(replica.url, "embedded", key=replica.key, max_model_len=self.servers.max_model_len)
+        return self.servers.server_set.settings.client(self.servers.replicas[index])
 
     def checksums(self) -> list[list[dict[str, str]]]:
         """Of each server."""
