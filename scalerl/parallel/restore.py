@@ -57,10 +57,11 @@ def load_engine(engine: MegatronEngine, directory: str | Path) -> None:
     with while_there(directory), DistCheckpoint(directory / DIST_CKPT) as stored:
         _check_model(engine, stored)
         common = torch.load(stored.dir / COMMON, map_location="cpu", weights_only=True)
-        together(lambda: _read(engine, stored))
+        reads_weights = _reads_weights(engine, stored)
+        together(lambda: _read(engine, stored, weights=reads_weights))
         unread = _read_by_none(engine, stored)[dist.get_rank() :: dist.get_world_size()]
         together(lambda: _compare(stored, unread))
-    adopt_main_parameters(engine.optimizer)
+    adopt_main_parameters(engine.optimizer, gather=not reads_weights)
     engine.num_updates = int(common["num_updates"])
     set_num_updates(engine.optimizer, engine.num_updates)
     _set_loss_scale(engine.optimizer, common)
@@ -72,18 +73,40 @@ def load_engine(engine: MegatronEngine, directory: str | Path) -> None:
         _set_rng_state(load(rng_file.read_bytes()))
 
 
-def _read(engine: MegatronEngine, stored: DistCheckpoint) -> None:
-    """Reads this rank's range of the optimizer's state in place, and what no optimizer holds."""
+def _reads_weights(engine: MegatronEngine, stored: DistCheckpoint) -> bool:
+    """Whether ranks read the weights that others update, instead of gathering them: gloo gathers in buffers as large.
+
+    Only where they are stored in the dtype that the model has. The same on all ranks.
+    """
+    dtypes = {
+        param.name: torch.float32 if param.keeps_float32 else engine.config.params_dtype
+        for param in engine.family.params(engine.shape)
+    }
+    return dist.get_backend() == dist.Backend.GLOO and all(
+        stored.tensors[name].dtype == dtype for name, dtype in dtypes.items()
+    )
+
+
+def _read(engine: MegatronEngine, stored: DistCheckpoint, *, weights: bool) -> None:
+    """Reads this rank's range of the optimizer's state in place, and what no optimizer holds.
+
+    weights: reads the weights that only other ranks' optimizers hold, too.
+    """
     parts_by_tensor = {tensor: parts for tensor, parts, _ in model_tensors(engine)}
+    held = {}
     for parameter, start, tensors, _ in main_tensors(engine.optimizer):
+        held[parameter] = start, start + tensors["param"].numel()
         for name, tensor in tensors.items():
             for part in parts_by_tensor[parameter]:
                 key = OPTIMIZER_KEY.format(name=name, key=part.key)
                 _read_part(stored, key, part, start, tensor.detach().view(-1))
     for tensor, parts in parts_by_tensor.items():
-        if not getattr(tensor, "requires_grad", False):
+        if weights or not getattr(tensor, "requires_grad", False):
+            start, stop = held.get(tensor, (0, 0))
+            flat = tensor.detach().view(-1)
             for part in parts:
-                _read_part(stored, part.key, part, 0, tensor.detach().view(-1))
+                _read_part(stored, part.key, part, 0, flat[:start])
+                _read_part(stored, part.key, part, stop, flat[stop:])
 
 
 def _read_by_none(engine: MegatronEngine, stored: DistCheckpoint) -> list[StoredPiece]:
@@ -171,12 +194,17 @@ def _set_rng_state(state: dict[str, torch.Tensor]) -> None:
 
 
 @torch.no_grad()
-def adopt_main_parameters(optimizer: Any) -> None:
-    """Copies the main parameters into the model's: those of this rank's range, then those of all ranks. Collective."""
+def adopt_main_parameters(optimizer: Any, *, gather: bool = True) -> None:
+    """Copies the main parameters into the model's: those of this rank's range, then those of all ranks. Collective.
+
+    gather: False if the model has those of other ranks already.
+    """
     parts = [part for part in optimizer_parts(optimizer) if not part.is_stub_optimizer]
     for part in parts:
         if hasattr(part, "_copy_main_params_to_model_params"):
             part._copy_main_params_to_model_params()
+    if not gather:
+        return
     chunks = {
         id(chunk): chunk
         for part in optimizer_parts(optimizer)

@@ -280,6 +280,8 @@ IN_SMALL: dict[str, tuple[str, dict[str, int]]] = {
     "qwen3-30b-a3b-grpo-32": ("qwen3_moe", dict(world_size=4, tp_size=2, ep_size=2)),
     "qwen3-235b-a22b-grpo-128": ("qwen3_moe", MIXTURE_LAYOUTS["ep2_pp2"]),
     "deepseek-v3-grpo-512": ("deepseek_v3", dict(world_size=4, pp_size=2, first_stage_layers=1, ep_size=2)),
+    "kimi-k2-grpo-512": ("deepseek_v3", dict(world_size=4, pp_size=2, first_stage_layers=1, ep_size=2)),
+    "glm-4.6-grpo-256": ("glm4_moe", MIXTURE_LAYOUTS["ep2_pp2"]),
 }
 
 

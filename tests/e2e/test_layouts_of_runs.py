@@ -55,6 +55,8 @@ FULL = [
     ("mixtral", "ep2"),
     ("deepseek_v3", "tp2"),
     ("deepseek_v3", "ep2"),
+    ("glm4_moe", "ep2"),
+    ("glm4_moe_lite", "tp2"),
 ]
 assert {family for family, _ in CORE + FULL} == set(FAMILIES)
 
