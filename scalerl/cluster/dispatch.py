@@ -274,7 +274,7 @@ class RankProcess(Reusable):
     """The actor process of one rank, which may serve several runs with workers of different classes."""
 
     def __init__(self, cls: type[Worker], rank: int, layout: Layout, **init: Any) -> None:
-        """Makes the worker.  cls, **init: its class, and what its constructor takes beside rank and layout."""
+        """Makes the worker.  cls: the worker's class.  init: arguments of the class after rank and layout."""
         with heartbeat().phase("start"):
             self.worker = cls(rank, layout, **init)
 

@@ -102,7 +102,8 @@ class Offload:
             self._unchanged.difference_update(parts)
         missing = [part for part in parts if part in self.away]
         if missing:
-            raise OffloadedError(f"{work} needs on the device what is in host memory: {', '.join(missing)}")
+            away = ", ".join(missing)
+            raise OffloadedError(f"{work} needs on the device what is in host memory: {away}; call to_device() first")
 
     def device_bytes(self) -> dict[str, int]:
         """Bytes that each part holds on the device now; 0 for a part that is away or that the model does not have."""

@@ -179,9 +179,9 @@ def refusals(model: str, layout: tuple[int, int, int], directory: str) -> Any:
 
 def test_work_that_needs_what_is_away_is_refused(model: str, tmp_path: Path) -> None:
     for messages, grad_norm in run_ranks(2, refusals, model, LAYOUTS["tp2"], str(tmp_path / "none")):
-        assert messages["logprobs"] == "logprobs needs on the device what is in host memory: params"
-        assert "an update" in messages["grads"] and messages["grads"].endswith(": grads")
-        assert messages["update"].endswith(": params, optimizer")
+        assert messages["logprobs"].startswith("logprobs needs") and ": params; call to_device" in messages["logprobs"]
+        assert "an update" in messages["grads"] and ": grads; " in messages["grads"]
+        assert ": params, optimizer; " in messages["update"]
         assert messages["export"].startswith("export_buckets needs")
         assert messages["save"].startswith("saving a checkpoint needs") and "optimizer" in messages["save"]
         assert messages["load"].startswith("loading a checkpoint needs") and "params" in messages["load"]

@@ -42,7 +42,8 @@ PROMPT_SLACK, RESPONSE_SLACK = 6, 2
 CONTEXT_SLACK = PROMPT_SLACK + RESPONSE_SLACK
 # Loader that reads buckets from memory which the trainer's ranks write.
 MAPPED_LOADER = "scalerl.rollout.servers.buckets.load_mapped"
-# Keys without which SGLang does not start; DeepSeek's own config.json has them, one that transformers writes does not.
+# Keys without which SGLang does not start, by family. The models' own config.json has them, one that transformers
+# writes does not.
 LATENT_CONFIG = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 NEEDED_CONFIG: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT_CONFIG,
@@ -92,7 +93,7 @@ class SGLangEngine(Engine):
         if launch.openai_name is not None:
             arguments |= {"stream_interval": 1, "sampling_defaults": "model", "served_model_name": launch.openai_name}
         env = sglang_environment(launch.device, releases_memory=launch.releases_memory)
-        changes = _latent_changes(launch.model_path)
+        changes = _needed_changes(launch.model_path)
         if on_cpu:
             cpu_arguments, cpu_env, cpu_changes = _on_cpu(launch)
             arguments, env, changes = arguments | cpu_arguments, env | cpu_env, changes | cpu_changes
@@ -220,8 +221,8 @@ def _own_arguments(engine_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return engine_kwargs.get(SGLangEngine.name) or {}
 
 
-def _latent_changes(model_path: str) -> dict[str, Any]:
-    """Changes of config.json with which SGLang serves a model with latent attention; {} for any other."""
+def _needed_changes(model_path: str) -> dict[str, Any]:
+    """The keys of NEEDED_CONFIG that the model's config.json lacks."""
     try:
         config = read_config(model_path)
     except ValueError:
