@@ -36,6 +36,7 @@ def same(a: Any, b: Any) -> bool:
     return a == b
 
 
+@pytest.mark.full
 def test_runs_one_after_another_have_the_numbers_of_fresh_processes(tmp_path: Path) -> None:
     """Bitwise: log-probs, every metric of three updates, and the weights after them."""
     layouts = {"one": ONE} | LAYOUTS

@@ -28,7 +28,6 @@ from scalerl.rollout.sync.session import plan_leads
 from scalerl.trainer.ranks.rl_worker import RLWorker
 from scalerl.trainer.ranks.roles import TOKENS, MegatronActor
 from scalerl.trainer.ranks.worker import MegatronWorker
-from tests.lanes import full
 from tests.ray.workers import SyncingWorker
 from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, Engine, Model, make_model, make_server
 
@@ -250,11 +249,12 @@ def wide_trainer(
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="SGLang on CPU binds each rank to a core of its own")
-@pytest.mark.parametrize("transport", ["shared", full("broadcast"), full("disk")])
+@pytest.mark.full
+@pytest.mark.parametrize("transport", ["shared", "broadcast", "disk"])
 # Apart from the transports: in one table with them every case would start a server of its own.
 @pytest.mark.parametrize(
     ("wide_server", "wide_trainer"),
-    [("qwen2", "tp2"), full("qwen3_moe", "tp2 x ep2"), full("qwen3_moe", "ep2")],
+    [("qwen2", "tp2"), ("qwen3_moe", "tp2 x ep2"), ("qwen3_moe", "ep2")],
     indirect=True,
 )
 def test_two_ranks_feed_a_server_on_two(

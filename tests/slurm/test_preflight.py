@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from scalerl.extras.slurm.script import SCRIPTS, SbatchFile
-from tests.lanes import full
 from tests.slurm.jobs import (
     DRIVER,
     WAIT_ONCE,
@@ -80,7 +79,8 @@ def test_a_sick_node_is_left_out_for_a_spare_one(
     assert_nothing_left(slurm)
 
 
-@pytest.mark.parametrize(("num_nodes", "host"), [(2, "n2"), full(2, "n1"), full(1, "n1")])
+@pytest.mark.full
+@pytest.mark.parametrize(("num_nodes", "host"), [(2, "n2"), (2, "n1"), (1, "n1")])
 def test_without_a_spare_one_the_job_comes_back_on_other_nodes(
     slurm: MiniSlurm,
     submit: Callable[..., str],

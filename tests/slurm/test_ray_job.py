@@ -257,6 +257,7 @@ def test_a_job_that_is_cancelled_while_a_node_is_launched_leaves_nothing(
             assert not list(Path(directory).glob("ray/session_2*")), f"{delay_s} s"
 
 
+@pytest.mark.full
 def test_a_job_is_preempted_loses_a_node_and_is_cancelled(
     slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path
 ) -> None:

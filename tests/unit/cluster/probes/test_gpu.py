@@ -96,6 +96,7 @@ def test_run_on_gpus_compares_as_doctor_does(monkeypatch: pytest.MonkeyPatch, tm
     assert list(gpu.start_violations("cpu", serves=True)) == []
 
 
+@pytest.mark.full
 def test_a_flash_attention_is_tried_as_a_rank_would_take_it_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in a process of its own, so that one that crashes takes no other with it."""
     refusals = gpu.try_flash_attention("FA3", "FA4")
