@@ -8,7 +8,7 @@ import torch
 
 from scalerl.models import Family, HFWeights, ModelShape, Param
 from scalerl.parallel.expert_weights import named_tensors
-from scalerl.parallel.layout import Groups, mark
+from scalerl.parallel.layout import Groups
 
 
 def local_params(family: Family, shape: ModelShape, groups: Groups) -> Iterator[tuple[Param, int, str]]:
