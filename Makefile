@@ -42,7 +42,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
 
 # Content, not times, so that a checkout does not reinstall; the folder, because a copied environment points to the old one.
-STATE := $(shell cat requirements/cpu.txt requirements/cpu-nodeps.txt requirements/install.py pyproject.toml Makefile | cksum) $(CURDIR)
+STATE := $(shell cat requirements/cpu.txt requirements/cpu-nodeps.txt requirements/megatron.txt requirements/install.py pyproject.toml Makefile | cksum) $(CURDIR)
 ifneq ($(shell cat $(STAMP) 2>/dev/null),$(STATE))
 .PHONY: $(STAMP)
 endif
@@ -62,6 +62,7 @@ $(STAMP):
 	fi
 	@$(MAKE) --no-print-directory torch
 	$(INSTALL) --no-deps -r requirements/cpu.txt -r requirements/cpu-nodeps.txt
+	$(INSTALL) --no-deps --ignore-requires-python -r requirements/megatron.txt
 	$(INSTALL) --no-deps --no-build-isolation -e .
 	@$(BIN)/python -m compileall -qq -j 0 -x '$(RARE)' $(VENV)/lib || true
 	@printf '%s\n' '$(STATE)' > $(STAMP)
@@ -86,7 +87,7 @@ DEVICES ?= 1
 
 $(GPU_VENV)/.scalerl-installed: requirements/gpu.txt pyproject.toml
 	$(or $(PYTHON),python3) -m venv --clear $(GPU_VENV)
-	$(GPU_VENV)/bin/python -m pip install -q --no-deps -r requirements/gpu.txt
+	$(GPU_VENV)/bin/python -m pip install -q --no-deps --ignore-requires-python -r requirements/gpu.txt
 	$(GPU_VENV)/bin/python -m pip install -q --no-deps --no-build-isolation -e .
 	@touch $@
 

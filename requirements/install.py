@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from importlib import metadata
 
 UV = "uv==0.13.9"
+# What pip calls it -> what of uv's comes nearest: the wheel for that Python, whose compiled part nothing here imports.
+REPLACED = {"--ignore-requires-python": "--python-version=3.12"}
 PIP = [sys.executable, "-m", "pip"]
 # Settings of pip -> what uv calls them. Several values stand between spaces, for find-links between commas.
 NAMES = {
@@ -91,7 +93,8 @@ def by_uv(arguments: list[str], settings: Mapping[str, str]) -> bool:
         fetched = subprocess.run([*PIP, "install", "-qq", "--no-deps", UV], capture_output=True, check=False)
         if fetched.returncode:
             return False
-    command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", sys.executable, *arguments]
+    own = [REPLACED.get(argument, argument) for argument in arguments]
+    command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", sys.executable, *own]
     environment = os.environ | {"UV_NO_CONFIG": "1"} | settings
     return subprocess.run(command, env=environment, capture_output=True, check=False).returncode == 0
 

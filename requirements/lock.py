@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LOCK = ROOT / "requirements" / "gpu.txt"
 UV = "uv==0.13.9"
 PYTHONS = ("3.11", "3.12")
+# Runs on Python 3.11, which it does not declare: what it needs there is locked for it on the last Python.
+BOUND_LIFTED = "megatron-core"
 PLATFORM = "x86_64-manylinux_2_34"
 # Beside scalerl's own.
 ASKED = {
@@ -42,7 +44,7 @@ LEFT_OUT = {
 HEADER = """\
 # Everything of a GPU environment, exact versions: Linux x86-64, glibc 2.34 or newer, a driver for CUDA 13 (580.65.06 or
 # newer), Python 3.11 or 3.12. Made by `python requirements/lock.py`; docs/gpu.md says how far it was tried.
-#   pip install --no-deps -r requirements/gpu.txt
+#   pip install --no-deps --ignore-requires-python -r requirements/gpu.txt
 #   pip install --no-deps --no-build-isolation -e .
 #   scalerl doctor --gpu
 """
@@ -70,7 +72,7 @@ def pins(text: str) -> dict[str, str]:
 
 def cpu_pins() -> dict[str, str]:
     """What a CPU machine has."""
-    files = ("cpu.txt", "cpu-nodeps.txt")
+    files = ("cpu.txt", "cpu-nodeps.txt", "megatron.txt")
     return pins("\n".join((ROOT / "requirements" / name).read_text(encoding="utf-8") for name in files))
 
 
@@ -80,7 +82,6 @@ def resolve(preferred: dict[str, str]) -> dict[str, str]:
         folder = Path(directory)
         venv.create(folder / "uv", with_pip=True)
         subprocess.run([folder / "uv/bin/python", "-m", "pip", "install", "-qq", UV], check=True)
-        (folder / "asked.txt").write_text("\n".join(asked()))
         # An override that never applies is how uv leaves a requirement out.
         (folder / "left_out.txt").write_text("\n".join(f'{name} ; sys_platform == "none"' for name in LEFT_OUT))
         out = folder / "locked.txt"
@@ -88,6 +89,8 @@ def resolve(preferred: dict[str, str]) -> dict[str, str]:
         for python in PYTHONS:
             # uv prefers what its output file has.
             best = answers[-1] if answers else preferred
+            wanted = [text for text in asked() if python == PYTHONS[-1] or name_of(text) != BOUND_LIFTED]
+            (folder / "asked.txt").write_text("\n".join(wanted))
             out.write_text("\n".join(f"{name}=={version}" for name, version in sorted(best.items())))
             subprocess.run(
                 [
@@ -97,7 +100,7 @@ def resolve(preferred: dict[str, str]) -> dict[str, str]:
                 check=True,
             )  # fmt: skip
             answers.append(pins(out.read_text()))
-    first, *others = answers
+    first, *others = ({BOUND_LIFTED: answers[-1][BOUND_LIFTED]} | answer for answer in answers)
     for python, other in zip(PYTHONS[1:], others, strict=True):
         changed = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
         if changed:

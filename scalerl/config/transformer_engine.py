@@ -9,7 +9,7 @@ from collections.abc import Iterator
 # The first version that takes packed sequences, those of latent attention too, with each exchange: older ones raise an
 # AssertionError in the first forward (attention/dot_product_attention/context_parallel.py of each).
 FIRST_VERSIONS = {"p2p": (2, 9), "a2a": (2, 15), "all_gather": (2, 18), "a2a+p2p": (2, 19)}
-# The oldest that megatron-core 0.16 is made for.
+# The oldest whose experts megatron-core drives.
 FIRST_VERSION_OF_EXPERTS = (2, 9)
 
 

@@ -71,10 +71,8 @@ def mixture_layer_spec(dense_layer: ModuleSpec) -> ModuleSpec:
 
 
 def _repair_megatron() -> None:
-    """Repairs megatron-core 0.16.1, which reads a name of transformer-engine where that is absent, and hands the sizes
-    of its all-to-all over as numpy only if they had to be copied from a GPU."""
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
+    """Repairs megatron-core 0.19.2, which hands the sizes of its all-to-all over as numpy only if they had to be copied
+    from a GPU."""
     if token_dispatcher.maybe_move_tensor_to_cpu is not _on_host:
         token_dispatcher.maybe_move_tensor_to_cpu = _on_host
 
@@ -97,7 +95,7 @@ class ExpertsLayer(MoELayer):
 
     router: Router
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, pg_collection: Any = None, **named: Any) -> None:
         linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         super().__init__(
             config,
@@ -106,6 +104,8 @@ class ExpertsLayer(MoELayer):
                 shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linear),
                 router=Router,
             ),
+            pg_collection=pg_collection,
+            **named,
         )
         self.is_recomputed, self.moe_layer_recompute = self.moe_layer_recompute, False
 
@@ -254,7 +254,7 @@ class Experts(MegatronModule):
     linear_fc2.weight [experts, hidden, ffn / etp].
     """
 
-    def __init__(self, num_local_experts: int, config: Any, pg_collection: Any) -> None:
+    def __init__(self, num_local_experts: int, config: Any, pg_collection: Any, **_: Any) -> None:
         super().__init__(config=config)
         self.num_local_experts = num_local_experts
         self.groups = pg_collection

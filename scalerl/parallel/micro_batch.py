@@ -185,7 +185,7 @@ def unpack(num_rows: int, micro_batches: Sequence[MicroBatch], values: Sequence[
 class _KnownShapes(P2PCommunicator):
     """Tells megatron's schedule the shapes that a stage receives, which it knows: all pack the same micro-batches.
 
-    megatron-core 0.16.1 would send shapes ahead of each tensor and wait for them, which costs two messages and a device
+    megatron-core 0.19.2 would send shapes ahead of each tensor and wait for them, which costs two messages and a device
     synchronisation per tensor, and in an interleaved pipeline mixes up the two directions (two stages) or waits for
     ever (as many micro-batches as stages).
     """

@@ -5,13 +5,12 @@ Dims: T packed tokens of this cp rank, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from functools import partial
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.post_training.modelopt.layers import Linear
@@ -43,6 +42,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # Of the random numbers that a value head begins with.
 _HEAD_SEED = 0
 _megatrons_init = CheckpointWithoutOutput.__init__
+# On every rank they advise who calls them: docs/dependencies.md says why it is GPTModel, and DDP's own layout is right.
+for _module in ("models.gpt.gpt_model", "distributed.distributed_data_parallel"):
+    logging.getLogger(f"megatron.core.{_module}").setLevel(logging.ERROR)
 
 
 def transformer_config(shape: ModelShape, config: MegatronConfig, groups: Groups, *, on_cpu: bool) -> TransformerConfig:
@@ -59,7 +61,7 @@ def transformer_config(shape: ModelShape, config: MegatronConfig, groups: Groups
         kv_channels=shape.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
-        qk_layernorm=shape.qk_norm,
+        qk_layernorm=shape.qk_norm or bool(latent),
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         gated_linear_unit=True,
@@ -105,6 +107,8 @@ def transformer_config(shape: ModelShape, config: MegatronConfig, groups: Groups
         bias_activation_fusion=not on_cpu,
         bias_dropout_fusion=not on_cpu,
         apply_rope_fusion=False,
+        # By its default megatron warns of its default.
+        cuda_graph_modules=[],
         **mixture_config(shape, config),
         **latent,
     )
@@ -139,7 +143,7 @@ def _block(layer_specs: list[ModuleSpec]) -> Any:
 def build_model(shape: ModelShape, config: TransformerConfig, groups: Groups) -> list[GPTModel]:
     """Builds this stage's model chunks, whose weights are not set yet."""
     if config.multi_latent_attention:
-        layer = latent_layer_spec(on_cpu=config.use_cpu_initialization)
+        layer = latent_layer_spec()
     else:
         layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
     # megatron says only that it is an object.
@@ -151,8 +155,7 @@ def build_model(shape: ModelShape, config: TransformerConfig, groups: Groups) ->
     attention = submodules.self_attention.submodules
     attention.core_attention = core_attention(config, groups)
     if shape.qk_norm:
-        attention.q_layernorm = ModuleSpec(module=RMSNorm)
-        attention.k_layernorm = ModuleSpec(module=RMSNorm)
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
     mixture_layer = mixture_layer_spec(layer) if shape.num_experts else layer
     layers_of_model = [
         mixture_layer if shape.moe_layers and shape.moe_layers[index] else layer for index in range(shape.num_layers)
@@ -197,7 +200,7 @@ def recompute_arguments(config: MegatronConfig) -> dict[str, Any]:
 
 
 def _init(self: CheckpointWithoutOutput, fp8: Any = False) -> None:
-    """Repairs megatron-core 0.16.1, which takes fp8=False (its default) for yes and then calls transformer-engine,
+    """Repairs megatron-core 0.19.2, which takes fp8=False (its default) for yes and then calls transformer-engine,
     there or not."""
     _megatrons_init(self, fp8 or None)  # pyright: ignore[reportArgumentType]  # megatron: bool, and None for no
 
@@ -233,21 +236,18 @@ class LatentNorm(RMSNorm):
         super().__init__(config, hidden_size, eps=1e-6)
 
 
-def latent_layer_spec(*, on_cpu: bool) -> ModuleSpec:
+def latent_layer_spec() -> ModuleSpec:
     """The spec of a layer with latent attention."""
-    # megatron asks for this argument everywhere but here.
-    multi_latent_attention.YarnRotaryEmbedding = partial(YarnRotaryEmbedding, use_cpu_initialization=on_cpu)
-    if not isinstance(multi_latent_attention.TELinear, type):
-        # megatron-core 0.16.1 takes its own stand-in for transformer-engine to be the real one.
-        multi_latent_attention.HAVE_TE = False
+    # Without transformer-engine megatron-core 0.19.2 does not know this class there.
+    multi_latent_attention.Linear = Linear
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=True)
     # megatron says only that it is an object.
     submodules: Any = layer.submodules
     attention = submodules.self_attention.submodules
     # Whole on every tp rank, each for its part of the sequence. Split over tp, as the local spec has them, the rotary
-    # part of the keys loses the gradients of other ranks' heads (megatron-core 0.16.1).
+    # part of the keys loses the gradients of other ranks' heads (megatron-core 0.19.2).
     attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
-    attention.q_layernorm = attention.kv_layernorm = ModuleSpec(module=LatentNorm)
+    attention.q_layernorm = attention.kv_layernorm = LatentNorm
     return layer
 
 

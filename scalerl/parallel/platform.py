@@ -1,7 +1,7 @@
 """Makes megatron-core's "cuda" mean the CPU where there is no GPU, or where none is to be used.
 
 megatron-core names the device `cuda` in its buffers, its random-state tracker and its pipeline schedule. Each
-replacement below is there because megatron-core 0.16 calls the original on a path that scalerl uses; nothing else in
+replacement below is there because megatron-core 0.19 calls the original on a path that scalerl uses; nothing else in
 scalerl depends on them. With gloo as the backend the rest of megatron-core runs as it is.
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,24 +16,14 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-@dataclass
-class TransformerEnginePacking(PackedSeqParams):
-    """Transformer Engine's description of a packed micro-batch; the fields are arguments of its attention.
-
-    pad_between_seqs: False also tells versions before 2.18 not to compare cu_seqlens on the device in every layer.
-    """
-
-    pad_between_seqs: bool = False
-
-
-def transformer_engine_packing(packing: Packing) -> TransformerEnginePacking:
-    """Transformer Engine's description of a packed micro-batch.
+def transformer_engine_packing(packing: Packing) -> PackedSeqParams:
+    """Transformer Engine's description of a packed micro-batch; its fields are arguments of the attention.
 
     Padding at the end of a sequence counts as its tokens, as in PackedAttention: no token before the padding sees it.
     So the real and the padded cu_seqlens are one tensor, and every kernel of Transformer Engine takes it; with padding
     between sequences some do not.
     """
-    return TransformerEnginePacking(
+    return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=packing.cu_seqlens_q,
         cu_seqlens_kv=packing.cu_seqlens_q,
@@ -42,6 +31,8 @@ def transformer_engine_packing(packing: Packing) -> TransformerEnginePacking:
         cu_seqlens_kv_padded=packing.cu_seqlens_q,
         max_seqlen_q=packing.max_seqlen_q,
         max_seqlen_kv=packing.max_seqlen_q,
+        # Else versions before 2.18 compare cu_seqlens on the device in every layer.
+        pad_between_seqs=False,
     )
 
 
@@ -64,8 +55,6 @@ class TransformerEngineAttention(torch.nn.Module):
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
         self.attention = TEDotProductAttention(config, **options)
-        # Names of the fields that it passes on.
-        self.attention.kept_packed_seq_params.add("pad_between_seqs")
 
     def forward(
         self,

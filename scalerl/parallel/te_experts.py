@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from scalerl.parallel.expert_weights import mark_of_experts, sharded_experts
@@ -23,7 +22,7 @@ def transformer_engine_experts() -> ModuleSpec:
 
 def experts_of(linear_fc1: Any, linear_fc2: Any) -> ModuleSpec:
     """The spec of experts in these two classes of megatron's grouped linear layers."""
-    linear = MLPSubmodules(linear_fc1=linear_fc1, linear_fc2=linear_fc2)
+    linear = GroupedMLPSubmodules(linear_fc1=linear_fc1, linear_fc2=linear_fc2)
     return ModuleSpec(module=TransformerEngineExperts, submodules=linear)
 
 
@@ -36,9 +35,14 @@ class TransformerEngineExperts(TEGroupedMLP):
     """
 
     def __init__(
-        self, num_local_experts: int, config: Any, submodules: MLPSubmodules, pg_collection: Any = None
+        self,
+        num_local_experts: int,
+        config: Any,
+        submodules: GroupedMLPSubmodules,
+        pg_collection: Any = None,
+        name: str | None = None,
     ) -> None:
-        super().__init__(num_local_experts, config, submodules, pg_collection)
+        super().__init__(num_local_experts, config, submodules, pg_collection, name)
         self.groups = pg_collection
         for parameter in self.parameters():
             mark_of_experts(parameter)

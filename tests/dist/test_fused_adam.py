@@ -115,9 +115,16 @@ class LazyAdam(torch.optim.Optimizer):
     """Adam by the rules of apex' and Transformer Engine's: no state before its first step, steps counted by group."""
 
     def __init__(
-        self, params: Any, lr: float, weight_decay: float, betas: tuple[float, float], eps: float, adam_w_mode: bool
+        self,
+        params: Any,
+        lr: float,
+        weight_decay: float,
+        betas: tuple[float, float],
+        eps: float,
+        adam_w_mode: bool,
+        capturable: bool,
     ) -> None:
-        assert adam_w_mode
+        assert adam_w_mode and not capturable
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
 
     @torch.no_grad()

@@ -27,7 +27,7 @@ from tests.dist.test_experts import ABSOLUTE, RELATIVE, VOCAB_SIZE, Rank
 from tests.lanes import full
 from tests.tiny_models import make_tiny_model
 
-# Arguments of Layout. With tp 2 and etp 1 megatron's own marks of these layers are wrong (docs/architecture.md).
+# Arguments of Layout.
 LAYOUTS: dict[str, dict[str, int]] = {
     "one": {"world_size": 1},
     "tp2": {"world_size": 2, "tp_size": 2},
@@ -57,6 +57,7 @@ class GroupedLinear(torch.nn.Module):
         is_expert: bool,
         tp_comm_buffer_name: str,
         pg_collection: Any,
+        name: str | None = None,
     ) -> None:
         super().__init__()
         assert is_expert and not bias
@@ -66,7 +67,9 @@ class GroupedLinear(torch.nn.Module):
         columns = input_size // tp_size if self.parallel_mode == "row" else input_size
         for expert in range(num_gemms):
             weight = torch.nn.Parameter(torch.empty(rows, columns, dtype=config.params_dtype))
-            weight.allreduce = not config.expert_model_parallel_size > 1  # pyright: ignore[reportAttributeAccessIssue]
+            of_experts = config.expert_model_parallel_size > 1
+            of_experts |= config.expert_tensor_parallel_size != config.tensor_model_parallel_size
+            weight.allreduce = not of_experts  # pyright: ignore[reportAttributeAccessIssue]
             self.register_parameter(f"weight{expert}", weight)
 
     def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, None]:

@@ -1,6 +1,6 @@
 """Transformer Engine's attention (cp_comm_type) against scalerl's own, forward and backward, at cp 1 and above.
 
-NOT RUN YET on a GPU: written from the sources of megatron-core 0.16.1 and of transformer-engine 2.9 to 2.20.2 on a
+NOT RUN YET on a GPU: written from the sources of megatron-core 0.19.2 and of transformer-engine 2.9 to 2.20.2 on a
 machine without one. Where the installed version is too old for an exchange, the test expects it to be refused.
 
     python -m pytest tests/gpu/test_te_attention.py -q
