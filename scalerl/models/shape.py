@@ -30,6 +30,13 @@ ROPE_TYPES = {"default": (), "llama3": LLAMA3_ROPE_KEYS, "yarn": DENSE_YARN_KEYS
 LATENT_ROPE_TYPES = {"default": (), "yarn": YARN_ROPE_KEYS}
 YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
 DENSE_YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+DELTA_NET_KEYS = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
 LATENT_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _ORIGINAL = "original_max_position_embeddings"
 _PARTIAL = "partial_rotary_factor"
@@ -55,12 +62,17 @@ class ModelShape:
     dtype: data type of the stored weights, or that they had before quantization: float32, bfloat16 or float16.
     eos_token_ids: from config.json and generation_config.json, ascending.
     num_experts, num_experts_per_token, moe_ffn_hidden_size: routed experts of a mixture layer (0: dense model).
-    shared_expert_ffn_hidden_size: width of all shared experts together (0: none).
+    shared_expert_ffn_hidden_size: width of all shared experts together (0: none). shared_expert_gate: their output is
+    multiplied with the sigmoid of a linear layer of the token.
     moe_layers: True for each layer that is a mixture (empty: none is).
     router_score: function of the router's logits, softmax or sigmoid. router_normalizes: the weights of the chosen
     experts sum to 1, before router_scale. router_has_bias: the router has a bias that affects the choice only.
     router_groups, router_top_groups: experts are chosen from the best router_top_groups of router_groups groups.
     partial_rotary_factor: the part of each head, from its first number on, that the rotary embedding turns.
+    linear_layers: True for each layer with a gated delta net in the place of attention (empty: none).
+    linear_num_key_heads .. linear_conv_kernel_dim: its sizes (0: none); linear_conv_kernel_dim tokens are seen by its
+    convolution. attention_gate: attention's output is multiplied with the sigmoid of a gate. zero_centred_norms: norms
+    multiply with 1 + weight, a delta net's output norm excepted.
     num_prediction_layers: extra layers that predict further tokens; they are stored with the model and not used.
     q_lora_rank .. v_head_dim: latent attention (None: grouped-query attention; q_lora_rank None: queries uncompressed).
     head: lm (next-token logits), or value (one number per token: critics and reward models; never tied).
@@ -87,6 +99,7 @@ class ModelShape:
     num_experts_per_token: int = 0
     moe_ffn_hidden_size: int = 0
     shared_expert_ffn_hidden_size: int = 0
+    shared_expert_gate: bool = False
     moe_layers: tuple[bool, ...] = ()
     router_score: str = "softmax"
     router_normalizes: bool = True
@@ -96,6 +109,14 @@ class ModelShape:
     router_scale: float = 1.0
     num_prediction_layers: int = 0
     partial_rotary_factor: float = 1.0
+    linear_layers: tuple[bool, ...] = ()
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_conv_kernel_dim: int = 0
+    attention_gate: bool = False
+    zero_centred_norms: bool = False
     q_lora_rank: int | None = None
     kv_lora_rank: int | None = None
     qk_nope_head_dim: int | None = None
@@ -128,7 +149,8 @@ class ModelShape:
         problems += _unsupported(config, family)
         mixture, mixture_problems = family.mixture.fields(config) if family.mixture else ({}, [])
         latent, latent_problems = _latent(config) if family.latent else ({}, [])
-        problems += mixture_problems + latent_problems
+        delta_net, delta_net_problems = _delta_net(config) if family.delta_net else ({}, [])
+        problems += mixture_problems + latent_problems + delta_net_problems
         heads = config["num_attention_heads"]
         kv_heads = (None if family.latent else config["num_key_value_heads"]) or heads
         if heads % kv_heads:
@@ -157,6 +179,7 @@ class ModelShape:
             num_prediction_layers=config.get("num_nextn_predict_layers") or 0,
             **mixture,
             **latent,
+            **delta_net,
         )
 
     @property
@@ -332,6 +355,25 @@ def _latent(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return sizes | {"q_lora_rank": config.get("q_lora_rank"), "head_dim": head_dim}, []
 
 
+def _delta_net(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The fields of a family with gated delta nets, and one sentence per problem.  config: with the defaults."""
+    num_layers, kinds = config["num_hidden_layers"], config.get("layer_types")
+    problems = []
+    if kinds is None:
+        every = config["full_attention_interval"]
+        kinds = ["full_attention" if (layer + 1) % every == 0 else "linear_attention" for layer in range(num_layers)]
+    elif not isinstance(kinds, list) or len(kinds) != num_layers:
+        problems.append(f"layer_types {kinds!r} is not a list with a kind for each of {num_layers} layers")
+    sizes = {key: config[key] for key in DELTA_NET_KEYS}
+    if sizes["linear_num_value_heads"] % sizes["linear_num_key_heads"]:
+        problems.append(
+            f"linear_num_value_heads {sizes['linear_num_value_heads']} is not a multiple of linear_num_key_heads "
+            f"{sizes['linear_num_key_heads']}"
+        )
+    layers = tuple(kind == "linear_attention" for kind in kinds)
+    return sizes | {"linear_layers": layers, "attention_gate": True, "zero_centred_norms": True}, problems
+
+
 def _unsupported(config: Mapping[str, Any], family: Family) -> list[str]:
     problems = [f"{key} {config[key]!r} is not supported" for key in family.refused if config.get(key)]
     window, positions = config.get(family.window), config["max_position_embeddings"]
@@ -340,9 +382,10 @@ def _unsupported(config: Mapping[str, Any], family: Family) -> list[str]:
             f"{family.window} {window} is not supported with max_position_embeddings {positions}: set it to null, or "
             f"max_position_embeddings to {window} at most"
         )
-    layer_types = {t for t in config.get("layer_types") or () if t != "full_attention"}
+    known = ("full_attention", "linear_attention") if family.delta_net else ("full_attention",)
+    layer_types = {str(t) for t in config.get("layer_types") or () if t not in known}
     if layer_types:
-        problems.append(f"layer_types {', '.join(sorted(layer_types))} is not supported (only full_attention)")
+        problems.append(f"layer_types {', '.join(sorted(layer_types))} is not supported (only {', '.join(known)})")
     # transformers leaves out id2label if there are two labels.
     labels = config.get("num_labels") or len(config.get("id2label") or ("LABEL_0", "LABEL_1"))
     if _is_value_model(config) and labels != 1:
