@@ -192,6 +192,45 @@ def store_as_fp8(model: Path, block: int = 128) -> dict[str, torch.Tensor]:
     return meant
 
 
+def store_as_released(model: Path) -> dict[str, torch.Tensor]:
+    """Rewrites a tiny Qwen3.5 as the released files are: with a vision tower, and a layer for further tokens.
+
+    The language model's keys are in text_config, its tensors below model.language_model, the experts of a layer
+    stacked. Returns all tensors of the files.
+    """
+    stored: dict[str, torch.Tensor] = {}
+    experts: dict[str, dict[tuple[int, int], torch.Tensor]] = {}
+    for name, tensor in load_file(model / "model.safetensors").items():
+        name = name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
+        before, _, rest = name.partition(".experts.")
+        if not rest:
+            stored[name] = tensor
+            continue
+        expert, part, _ = rest.split(".")
+        whole = "down_proj" if part == "down_proj" else "gate_up_proj"
+        experts.setdefault(f"{before}.experts.{whole}", {})[int(expert), int(part == "up_proj")] = tensor
+    for name, parts in experts.items():
+        numbers = sorted({expert for expert, _ in parts})
+        joined = [torch.cat([parts[key] for key in sorted(parts) if key[0] == expert]) for expert in numbers]
+        stored[name] = torch.stack(joined)
+    generator = torch.Generator().manual_seed(5)
+    stored["model.visual.patch_embed.proj.weight"] = torch.randn(6, 3, 2, 2, 2, generator=generator)
+    stored["model.visual.merger.norm.bias"] = torch.randn(6, generator=generator)
+    stored["mtp.layers.0.mlp.experts.0.gate_proj.weight"] = torch.randn(4, 6, generator=generator).bfloat16()
+    save_file(stored, model / "model.safetensors", metadata={"format": "pt"})
+    text = json.loads((model / "config.json").read_text())
+    (name,) = text.pop("architectures")
+    config = {
+        "architectures": [name.replace("ForCausalLM", "ForConditionalGeneration")],
+        "model_type": text["model_type"].removesuffix("_text"),
+        "text_config": text,
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "vision_config": {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16},
+    }
+    (model / "config.json").write_text(json.dumps(config))
+    return stored
+
+
 def _delta_nets(num_layers: int, num_heads: int) -> dict[str, Any]:
     """Delta nets in every second layer, from the first on."""
     kinds = ("linear_attention", "full_attention")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scalerl.models.table import K_NORM, PROJ, Q_NORM, QKV_WEIGHT, ParamPattern, decoder_family
+from scalerl.models.table import K_NORM, PROJ, Q_NORM, QKV_WEIGHT, ParamPattern, decoder_family, released
 
 _MEGATRON = "decoder.layers.{i}.self_attention"
 _HF = "model.layers.{i}.linear_attn"
@@ -68,4 +68,7 @@ FAMILY = decoder_family(
     refused=("attention_bias",),
     attention=ATTENTION,
     delta_net=True,
+    beside=("mtp.",),
 )
+# The released files: with a vision tower.
+RELEASED = released(FAMILY, "qwen3_5")

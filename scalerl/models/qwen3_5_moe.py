@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scalerl.models.mixture import Mixture
 from scalerl.models.qwen3_5 import ATTENTION, DEFAULTS
-from scalerl.models.table import ParamPattern, decoder_family, experts, mlp, router
+from scalerl.models.table import ParamPattern, decoder_family, experts, mlp, released, router
 
 MIXTURE_RULES = (
     router("mlp.gate"),
@@ -27,6 +27,7 @@ FAMILY = decoder_family(
     refused=("attention_bias",),
     attention=ATTENTION,
     delta_net=True,
+    beside=("mtp.",),
     mixture=Mixture(
         experts=("num_experts", "num_local_experts"),
         expert_ffn="moe_intermediate_size",
@@ -34,3 +35,5 @@ FAMILY = decoder_family(
     ),
     mixture_rules=MIXTURE_RULES,
 )
+# The released files: with a vision tower.
+RELEASED = released(FAMILY, "qwen3_5_moe", stacks_experts=True)

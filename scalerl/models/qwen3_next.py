@@ -25,6 +25,7 @@ FAMILY = decoder_family(
     refused=("attention_bias",),
     attention=(_IN_PROJ, *DELTA_NET, *GATED_ATTENTION),
     delta_net=True,
+    beside=("mtp.",),
     mixture=Mixture(
         experts=("num_experts", "num_local_experts"),
         expert_ffn="moe_intermediate_size",

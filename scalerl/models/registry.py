@@ -35,7 +35,10 @@ _MODULES = (
     qwen3_5_moe,
     qwen3_next,
 )
-FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
+_RELEASED = (qwen3_5.RELEASED, qwen3_5_moe.RELEASED)
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (*(module.FAMILY for module in _MODULES), *_RELEASED)
+}
 # Other model_types of config.json, of models whose tensors and sizes are those of a family.
 ALIASES = {"kimi_k2": "deepseek_v3"}
 

@@ -40,10 +40,13 @@ DELTA_NET_KEYS = (
 LATENT_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _ORIGINAL = "original_max_position_embeddings"
 _PARTIAL = "partial_rotary_factor"
+_TIED = "tie_word_embeddings"
 _ROPE_NUMBERS = {"rope_theta", _PARTIAL, *LLAMA3_ROPE_KEYS, *YARN_ROPE_KEYS}
 # Integers that a model may have as 0, and as null: none.
 _MAY_BE_ZERO = ("first_k_dense_replace", "n_shared_experts")
 _MAY_BE_NULL = ("q_lora_rank", "sliding_window")
+# Keys of config.json that are of the whole model where the language model's are in a key.
+_OF_THE_WHOLE = ("model_type", "architectures", "dtype", "torch_dtype", "quantization_config", "transformers_weights")
 _KINDS = {bool: "true or false", float: "a floating-point number", str: "a text"}
 DTYPES = ("float32", "bfloat16", "float16")
 Head = Literal["lm", "value"]
@@ -141,8 +144,9 @@ class ModelShape:
     def from_config(cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelShape:
         """Reads the shape from parsed config.json and generation_config.json.  Raises ValueError as `from_hf`."""
         family = family_of(config)
+        problems = _two_values(config, family)
         config = with_defaults(config)
-        problems = _missing_or_bad(config, family)
+        problems += _missing_or_bad(config, family)
         if problems:
             raise ValueError("; ".join(problems))
         rope_theta, rope_scaling, problems = _rope(config, family)
@@ -196,6 +200,11 @@ class ModelShape:
                 "config.json's architectures name a value model (one number for every token), which predicts no words; "
                 "give a causal language model"
             )
+        if family_of(self).text_config:
+            raise ValueError(
+                f"a {self.model_type} model, with its vision tower, cannot become a value model; give one without it "
+                f"(model_type {self.model_type}_text), or an estimator without a critic"
+            )
         return replace(self, head="value", tie_word_embeddings=False)
 
 
@@ -210,7 +219,16 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json with the keys that it leaves out, as transformers fills them in; of an unknown family as it is."""
     family = family_named(config.get("model_type"))
-    return {**family.defaults, **config} if family else dict(config)
+    return {**family.defaults, **_of_text(config)} if family else dict(config)
+
+
+def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keys of the language model: where they are in a key of config.json, these, and what is of the whole model."""
+    family = family_named(config.get("model_type"))
+    text = config.get(family.text_config) if family and family.text_config else None
+    if not isinstance(text, Mapping):
+        return config
+    return {**text, **{key: config[key] for key in _OF_THE_WHOLE if key in config}}
 
 
 def eos_token_ids(model_dir: str | Path) -> tuple[int, ...]:
@@ -267,7 +285,20 @@ def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
 
 def rope_entries(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The rotary embedding's entries of config.json: rope_scaling counts before rope_parameters, as in transformers."""
+    config = _of_text(config)
     return config.get("rope_scaling") or config.get("rope_parameters") or {}
+
+
+def _two_values(config: Mapping[str, Any], family: Family) -> list[str]:
+    """One sentence where the whole model and its language model disagree; config.json as it is."""
+    if not family.text_config:
+        return []
+    if not isinstance(text := config.get(family.text_config), Mapping):
+        return [f"{family.text_config} is {text!r}, not an object with the language model's keys"]
+    tied, of_text = config.get(_TIED, False), text.get(_TIED, False)
+    if tied == of_text:
+        return []
+    return [f"{_TIED} is {tied!r}, and {of_text!r} in {family.text_config}: engines differ; set both to one value"]
 
 
 def _missing_or_bad(config: Mapping[str, Any], family: Family) -> list[str]:

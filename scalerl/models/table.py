@@ -13,8 +13,9 @@ A tensor of an expert is split over the expert-tensor-parallel ranks instead, an
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -33,8 +34,9 @@ Where = Literal["every", "dense", "mixture", "linear", "full"]
 CHECKPOINT_MODEL_PREFIX = "model."
 # How the keys of a model begin in a checkpoint of its own; those of its optimizer begin with `optimizer.`.
 CHECKPOINT_MODEL_ROOTS = ("embedding.", "decoder.", "output_layer.")
-# Prefix of the names of layer i's tensors in Hugging Face files.
-_HF_LAYER = "model.layers.{i}."
+# Beginnings of the names of a model's tensors, and of layer i's, in Hugging Face files.
+HF_MODEL = "model."
+_HF_LAYER = f"{HF_MODEL}layers.{{i}}."
 # Name of a layer's mixture of experts in the models of transformers 5, whatever the files call it.
 MIXTURE_MODULE = "mlp"
 
@@ -420,6 +422,10 @@ class Family:
     window: config.json key of a sliding window that applies whenever it is set ("": none).
     mixture: how config.json describes the experts (None: dense).
     latent: multi-head latent attention.
+    prefix: how the names of the tensors in the files begin, but the head's.
+    text_config: config.json has the language model's keys in this key, and those of other parts beside it.
+    beside: beginnings of the names of tensors of other parts, which are neither trained nor sent.
+    stacks_experts: the files have the experts of a layer in two tensors (`stacked_place`).
     delta_net: some layers have a gated delta net in the place of attention (key layer_types, or
     full_attention_interval); attention has an output gate, and norms multiply with 1 + weight.
     qk_norm, qkv_bias: norms of each query and key head, biases of queries, keys and values; a text is the config.json
@@ -439,12 +445,16 @@ class Family:
     mixture: Mixture | None = None
     latent: bool = False
     delta_net: bool = False
+    prefix: str = HF_MODEL
+    text_config: str = ""
+    beside: tuple[str, ...] = ()
+    stacks_experts: bool = False
 
     @property
     def expert_names(self) -> tuple[str, ...]:
         """Names, in the files, of an expert's gate, up and down matrix inside a layer, with `{e}`; () if dense."""
         rules = [rule for rule in self.layer if rule.of_expert]
-        return tuple(name.removeprefix(_HF_LAYER).removesuffix(".weight") for rule in rules for name in rule.hf)
+        return tuple(name.rpartition("{i}.")[2].removesuffix(".weight") for rule in rules for name in rule.hf)
 
     @property
     def mixture_name(self) -> str:
@@ -471,8 +481,57 @@ class Family:
         return params
 
     def hf_shapes(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
-        """Every Hugging Face tensor of the model and its shape, in export order."""
+        """Every Hugging Face tensor of the model and its shape, in export order, each expert by itself."""
         return {name: size for param in self.params(shape) for name, size in param.hf_shapes(shape).items()}
+
+    def stored_shapes(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+        """Every tensor of the model as the files have it, and its shape."""
+        sizes = self.hf_shapes(shape)
+        return stacked_shapes(sizes) if self.stacks_experts else sizes
+
+    def stored_rows(self, param: Param, shape: ModelShape) -> list[RowRange]:
+        """The rows of one parameter as `rows_of`, in the tensors of the files: of stacked experts counted over all."""
+        rows = param.rows_of(shape)
+        if not self.stacks_experts or param.expert is None:
+            return rows
+        stacked, sizes = [], param.hf_shapes(shape)
+        for part_rows in rows:
+            place = stacked_place(part_rows.name)
+            assert place is not None, part_rows.name
+            whole, expert, part, parts = place
+            before = (expert * parts + part) * sizes[part_rows.name][0]
+            stacked.append(replace(part_rows, name=whole, hf_start=before + part_rows.hf_start))
+        return stacked
+
+
+_EXPERT_OF_STACK = re.compile(r"(?P<prefix>.*\.experts\.)(?P<expert>\d+)\.(?P<part>gate|up|down)_proj\.weight")
+
+
+def stacked_place(name: str) -> tuple[str, int, int, int] | None:
+    """The place of an expert's tensor in files that stack experts; None if `name` is of no expert.
+
+    Returns (stacked tensor, expert, which of its parts, parts): experts.gate_up_proj [experts, 2 * ffn, hidden], gate
+    rows then up rows, and experts.down_proj [experts, hidden, ffn].
+    """
+    match = _EXPERT_OF_STACK.fullmatch(name)
+    if match is None:
+        return None
+    expert, part = int(match["expert"]), match["part"]
+    if part == "down":
+        return f"{match['prefix']}down_proj", expert, 0, 1
+    return f"{match['prefix']}gate_up_proj", expert, ("gate", "up").index(part), 2
+
+
+def stacked_shapes(sizes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a model's tensors with its experts stacked.  sizes: with each expert by itself."""
+    stacked: dict[str, tuple[int, ...]] = {}
+    for name, (rows, *columns) in sizes.items():
+        if (place := stacked_place(name)) is None:
+            stacked[name] = (rows, *columns)
+        else:
+            whole, expert, _, parts = place
+            stacked[whole] = (expert + 1, parts * rows, *columns)
+    return stacked
 
 
 # Rules that families choose from.
@@ -560,6 +619,31 @@ def experts(hf: str, parts: Sequence[str] = ("gate_proj", "up_proj", "down_proj"
     return mlp("mlp.experts.local_experts.{e}", hf, "expert_ffn", where="mixture", parts=parts)
 
 
+def released(text: Family, model_type: str, *, stacks_experts: bool = False) -> Family:
+    """The family of files of a model with a vision tower, whose language model is of the family `text`.
+
+    The tower's tensors and those of layers that predict further tokens are left as they are.
+    """
+    prefix = "model.language_model."
+
+    def named(rules: Iterable[ParamPattern]) -> tuple[ParamPattern, ...]:
+        return tuple(
+            replace(rule, hf=tuple(prefix + name.removeprefix(HF_MODEL) for name in rule.hf)) for rule in rules
+        )
+
+    return replace(
+        text,
+        model_type=model_type,
+        first=named(text.first),
+        layer=named(text.layer),
+        last=named(text.last),
+        prefix=prefix,
+        text_config="text_config",
+        beside=("model.visual.", *text.beside),
+        stacks_experts=stacks_experts,
+    )
+
+
 # What transformers takes for keys that most families' config.json may leave out. num_key_value_heads None: as many as
 # heads of queries; head_dim None: hidden_size / num_attention_heads.
 _DEFAULTS = {
@@ -586,6 +670,7 @@ def decoder_family(
     mixture_rules: Iterable[ParamPattern] = (),
     attention: Iterable[ParamPattern] | None = None,
     delta_net: bool = False,
+    beside: Sequence[str] = (),
 ) -> Family:
     """A family of pre-norm decoders with SwiGLU and RMSNorm.
 
@@ -611,4 +696,5 @@ def decoder_family(
         mixture=mixture,
         latent=latent,
         delta_net=delta_net,
+        beside=tuple(beside),
     )

@@ -343,7 +343,8 @@ def _on_the_cpu(process: int, save_copy: int) -> dict[str, int]:
 
 def _serving(server: ServerBytes, process: int) -> dict[str, int]:
     rest = CONTEXT_BYTES + GRAPH_BYTES if process else 0
-    return {"server weights": server.weights, "KV cache": server.kv_bytes, "server's rest": rest}
+    states = {"states of delta nets": server.states} if server.states else {}
+    return {"server weights": server.weights, "KV cache": server.kv_bytes} | states | {"server's rest": rest}
 
 
 def _phases(

@@ -189,6 +189,8 @@ class SGLangEngine(Engine):
             )
         if shape.num_experts:
             yield from _mixture_violations(config, shape, section, device, verify_weights_every)
+        if shape.linear_layers:
+            yield from _delta_net_violations(shape, section, device, verify_weights_every)
         if verify_weights_every:
             own = _own_arguments(config.engine_kwargs)
             for argument, effect in unknown_places(own, shape.model_type, is_mixture=bool(shape.num_experts)):
@@ -265,10 +267,23 @@ def _mixture_violations(
         )
     own = _own_arguments(config.engine_kwargs)
     yield from _expert_parallel_violations(own, config, shape, section, device)
-    if verify_weights_every and shape.model_type not in MIXTURES:
+    if verify_weights_every and shape.model_type not in MIXTURES and not shape.linear_layers:
         yield (
             f"{section}.verify_weights_every = {verify_weights_every}: the checksums of an SGLang server are not known "
             f"for a {shape.model_type} model (known: dense models and {', '.join(MIXTURES)}); set it to 0"
+        )
+
+
+def _delta_net_violations(shape: ModelShape, section: str, device: str, verify_weights_every: int) -> Iterator[str]:
+    if device == "cpu":
+        yield (
+            f"{section}.name = sglang: SGLang's kernels of gated delta nets ({shape.model_type}) are for GPUs alone; "
+            "set it to embedded"
+        )
+    elif verify_weights_every:
+        yield (
+            f"{section}.verify_weights_every = {verify_weights_every}: the checksums of an SGLang server are not known "
+            f"for a {shape.model_type} model, which has gated delta nets; set it to 0"
         )
 
 

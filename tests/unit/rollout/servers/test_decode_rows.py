@@ -47,7 +47,7 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 FULL = pytest.mark.full
 MODELS = [
-    *("qwen3-float32", "mixtral-float32", "deepseek_v3-float32", "qwen3-bfloat16"),
+    *("qwen3-float32", "mixtral-float32", "deepseek_v3-float32", "qwen3-bfloat16", "qwen3_5_moe_text-float32"),
     *(pytest.param(f"{family}-float32", marks=FULL) for family in ("llama", "qwen2", "mistral", "qwen3_moe")),
     *(pytest.param(f"{family}-bfloat16", marks=FULL) for family in ("llama", "qwen2", "mistral")),
     *(pytest.param(f"{family}-bfloat16", marks=FULL) for family in ("qwen3_moe", "mixtral", "deepseek_v3")),
