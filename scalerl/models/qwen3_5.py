@@ -22,11 +22,6 @@ IN_PROJ = ParamPattern(
     "linear",
     sections=(_CHANNELS, ("delta_value",), ("delta_heads",), ("delta_heads",)),
 )
-# transformers and SGLang compute with these two in float32.
-DECAY, DT_BIAS = (
-    ParamPattern(f"{_MEGATRON}.{name}", (f"{_HF}.{name}",), "column", (("delta_heads",),), "linear", keeps_float32=True)
-    for name in ("A_log", "dt_bias")
-)
 # What all delta nets have but the input projection, which comes first.
 DELTA_NET = (
     ParamPattern(
@@ -37,8 +32,9 @@ DELTA_NET = (
         "linear",
         sections=(_CHANNELS,),
     ),
-    DECAY,
-    DT_BIAS,
+    # SGLang stores it in float32, whatever the model's dtype.
+    ParamPattern(f"{_MEGATRON}.A_log", (f"{_HF}.A_log",), "column", (("delta_heads",),), "linear", keeps_float32=True),
+    ParamPattern(f"{_MEGATRON}.dt_bias", (f"{_HF}.dt_bias",), "column", (("delta_heads",),), "linear"),
     ParamPattern(f"{_MEGATRON}.norm_weight", (f"{_HF}.norm.weight",), "replicated", (("delta_head_dim",),), "linear"),
     ParamPattern(
         f"{_MEGATRON}.out_proj.weight", (f"{_HF}.out_proj.weight",), "row", (("hidden", "delta_value"),), "linear"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -238,6 +238,12 @@ def eos_token_ids(model_dir: str | Path) -> tuple[int, ...]:
     """
     generation = _read_json(Path(model_dir) / "generation_config.json", required=False)
     return _eos_token_ids(with_defaults(read_config(model_dir)), generation)
+
+
+def attention_interval(attends: Sequence[bool]) -> int | None:
+    """The n of layers of which every n-th attends, and no other; None: there is none.  attends: of each layer."""
+    every = attends.index(True) + 1 if True in attends else len(attends) + 1
+    return every if list(attends) == [(layer + 1) % every == 0 for layer in range(len(attends))] else None
 
 
 def max_positions(config: Mapping[str, Any]) -> int:

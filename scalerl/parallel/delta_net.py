@@ -55,7 +55,7 @@ class GatedDeltaNet(MegatronModule):
         self.conv_weight = _parameter(self.num_keys * self.rows[0], 1, shape.linear_conv_kernel_dim, like=config)
         self.norm_weight = _parameter(self.value_dim, like=config)
         self.A_log = _parameter(self.num_keys * repeat, dtype=torch.float32)
-        self.dt_bias = _parameter(self.num_keys * repeat, dtype=torch.float32)
+        self.dt_bias = _parameter(self.num_keys * repeat, like=config)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: None = None, *, packed_seq_params: Packing, **_: Any
