@@ -1,4 +1,4 @@
-"""Gated delta nets, and the gated attention between them, in torch: the kernels of SGLang's CPU build (0.5.21).
+"""Gated delta nets, gated attention and gated shared experts in torch: kernels of SGLang's CPU build (0.5.21).
 
 Names and arguments are SGLang's. Dims: T tokens of all sequences of a batch, K key heads, V value heads.
 """
@@ -29,10 +29,10 @@ def register_kernels() -> None:
 
 
 def use_kernels_of_norms() -> None:
-    """Makes SGLang's gated norm take the kernel, which by itself it does with AMX alone."""
-    from sglang.kernels.ops.attention.fla import layernorm_gated
+    """Makes SGLang's gated norms take the kernel, which by themselves they do with AMX alone."""
+    from sglang.kernels.ops.attention.fla import fused_norm_gate, layernorm_gated
 
-    layernorm_gated._use_cpu = True
+    fused_norm_gate._use_cpu = layernorm_gated._use_cpu = True
 
 
 def _normed(x: Tensor, eps: float) -> Tensor:
@@ -70,6 +70,11 @@ def _norm_heads_with_gate(
     query, key = _norm_heads(query, key, query_weight, key_weight, eps, head_dim)
     num_tokens = len(query_gate)
     return query.view(num_tokens, -1), key.view(num_tokens, -1), gate.reshape(num_tokens, -1)
+
+
+def add_gated(hidden: Tensor, gate_weight: Tensor, shared: Tensor, out: Tensor) -> None:
+    """Adds a shared expert's output [T, H] to that of the routed ones, multiplied with the sigmoid of its gate."""
+    out.add_((hidden @ gate_weight).sigmoid()[:, None] * shared)
 
 
 # --- gated delta nets ---

@@ -31,7 +31,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import add_attention_backend_choices
 
-    from scalerl.extras.sglang_cpu.delta_kernels import register_kernels
+    from scalerl.extras.sglang_cpu.delta_kernels import add_gated, register_kernels
 
     register_kernels()
     add_attention_backend_choices([ATTENTION_BACKEND])
@@ -39,6 +39,8 @@ def register() -> None:
     # SGLang assumes that triton works with every backend whose name it does not know.
     HookRegistry.register("sglang.srt.utils.common.support_triton", _support_triton, HookType.REPLACE)
     HookRegistry.register("sglang.srt.mem_cache.allocation.get_last_loc", _get_last_loc, HookType.REPLACE)
+    gated_sum = "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add"
+    HookRegistry.register(gated_sum, add_gated, HookType.REPLACE)
     experts = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
     HookRegistry.register(experts, _experts_of_this_rank, HookType.AROUND)
     if multiprocessing.parent_process() is None:

@@ -265,12 +265,12 @@ def _checked_mixture(config: ServerConfig, model_path: str) -> Family | None:
 def _mixture_violations(
     config: ServerConfig, shape: ModelShape, section: str, device: str, verify_weights_every: int
 ) -> Iterator[str]:
-    if shape.model_type == "qwen3_moe" and not all(shape.moe_layers):
+    if shape.model_type in ("qwen3_moe", "qwen3_next") and not all(shape.moe_layers):
         dense = [layer for layer, is_mixture in enumerate(shape.moe_layers) if not is_mixture]
         yield (
-            f"{section}.name = sglang: SGLang gives every layer of a qwen3_moe model experts, this one "
-            f"has none in layers {', '.join(map(str, dense[:5]))}{'...' if len(dense) > 5 else ''} (mlp_only_layers, "
-            "decoder_sparse_step); it would sample from random weights. Set it to embedded"
+            f"{section}.name = sglang: SGLang gives every layer of a {shape.model_type} model experts, this "
+            f"one has none in layers {', '.join(map(str, dense[:5]))}{'...' if len(dense) > 5 else ''} "
+            "(mlp_only_layers, decoder_sparse_step); it would sample from random weights. Set it to embedded"
         )
     own = _own_arguments(config.engine_kwargs)
     yield from _expert_parallel_violations(own, config, shape, section, device)
