@@ -27,13 +27,18 @@ _EXPERTS = re.compile(rf"(.*\.experts\.)(gate_up|down)_proj({SCALE})?")
 
 
 def file_shapes(model: nn.Module) -> Shapes:
-    """The tensors of transformers' model under the names in files: it has experts in one tensor, files one by one."""
+    """The tensors of transformers' model under the names in files: it has experts in one tensor, files one by one.
+
+    Without those of a vision tower.
+    """
     return {name: tuple(tensor.shape) for name, tensor in _file_tensors(model).items()}
 
 
 def _file_tensors(model: Any) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for key, tensor in model.state_dict().items():
+        if ".visual." in key:
+            continue
         if match := _EXPERTS.fullmatch(key):
             before, joined, scale = match.groups(default="")
             parts = ("gate_proj", "up_proj") if joined == "gate_up" else ("down_proj",)
@@ -57,7 +62,9 @@ def headers(name: str, num_layers: int | None = None) -> Headers:
     if "quantization_config" in config:
         quantization = FineGrainedFP8Config.from_dict(config["quantization_config"])
         model = replace_with_fp8_linear(model, ["lm_head"], quantization)
-    return {key: (_dtype(key, tensor), tuple(tensor.shape)) for key, tensor in _file_tensors(model).items()}
+    # Files with a vision tower have the experts of a layer in one tensor.
+    tensors = dict(model.state_dict()) if "text_config" in config else _file_tensors(model)
+    return {key: (_dtype(key, tensor), tuple(tensor.shape)) for key, tensor in tensors.items()}
 
 
 def _dtype(name: str, tensor: Tensor) -> str:

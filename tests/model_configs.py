@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
@@ -33,6 +34,8 @@ NAMES = {
     "DeepSeek-V3": "deepseek-v3",
     "GLM-4.6": "glm-4.6",
     "Kimi-K2-Instruct": "kimi-k2",
+    "Qwen3.5-35B-A3B": "qwen3.5-35b-a3b",
+    "Qwen3.5-397B-A17B": "qwen3.5-397b-a17b",
 }
 CONFIGS = {path.stem: path for path in sorted(MODELS.glob("*.json"))}
 
@@ -54,8 +57,13 @@ def meta_model(name: str) -> PreTrainedModel:
 
 
 def meta_language_model(config: Mapping[str, Any]) -> PreTrainedModel:
-    """transformers' language model of a config.json as trainers have it: not quantized, whatever its files are."""
+    """transformers' language model of a config.json as trainers have it: not quantized, whatever its files are.
+
+    With a vision tower where the files have one, whose names are then those of the files.
+    """
     with torch.device("meta"):
+        if "text_config" in config:
+            return getattr(transformers, config["architectures"][0])(AutoConfig.for_model(**config))
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**_known(config)))
 
 

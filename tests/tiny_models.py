@@ -25,10 +25,16 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
@@ -48,8 +54,12 @@ FAMILIES = {
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
+    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
 }
-WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
+WITH_DELTA_NETS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_5_moe_text", "qwen3_next")
 
 
 def tiny_tokenizer(vocab_size: int = 512) -> PreTrainedTokenizerFast:
@@ -126,14 +136,20 @@ def make_tiny_model(
         config["head_dim"] = head_dim or hidden_size // num_heads
     elif head_dim not in (None, hidden_size // num_heads):
         raise ValueError(f"qwen2 has head_dim = hidden_size / num_heads, not {head_dim}")
-    config |= _of_family(family, hidden_size, num_experts) | config_changes
+    config |= _of_family(family, hidden_size, num_experts)
+    if family in WITH_DELTA_NETS:
+        config |= _delta_nets(num_layers, num_heads)
+    config |= config_changes
     # transformers draws from the global generator; the caller keeps its state.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config_class(**config))
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 1:
+            for name, parameter in model.named_parameters():
+                if name.endswith("A_log"):
+                    # transformers' states would be gone after a token or two.
+                    parameter.uniform_(-3, 0)
+                elif parameter.ndim == 1:
                     parameter.add_(0.1 * torch.randn_like(parameter))
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
@@ -176,6 +192,57 @@ def store_as_fp8(model: Path, block: int = 128) -> dict[str, torch.Tensor]:
     return meant
 
 
+def store_as_released(model: Path) -> dict[str, torch.Tensor]:
+    """Rewrites a tiny Qwen3.5 as the released files are: with a vision tower, and a layer for further tokens.
+
+    The language model's keys are in text_config, its tensors below model.language_model, the experts of a layer
+    stacked. Returns all tensors of the files.
+    """
+    stored: dict[str, torch.Tensor] = {}
+    experts: dict[str, dict[tuple[int, int], torch.Tensor]] = {}
+    for name, tensor in load_file(model / "model.safetensors").items():
+        name = name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
+        before, _, rest = name.partition(".experts.")
+        if not rest:
+            stored[name] = tensor
+            continue
+        expert, part, _ = rest.split(".")
+        whole = "down_proj" if part == "down_proj" else "gate_up_proj"
+        experts.setdefault(f"{before}.experts.{whole}", {})[int(expert), int(part == "up_proj")] = tensor
+    for name, parts in experts.items():
+        numbers = sorted({expert for expert, _ in parts})
+        joined = [torch.cat([parts[key] for key in sorted(parts) if key[0] == expert]) for expert in numbers]
+        stored[name] = torch.stack(joined)
+    generator = torch.Generator().manual_seed(5)
+    stored["model.visual.patch_embed.proj.weight"] = torch.randn(6, 3, 2, 2, 2, generator=generator)
+    stored["model.visual.merger.norm.bias"] = torch.randn(6, generator=generator)
+    stored["mtp.layers.0.mlp.experts.0.gate_proj.weight"] = torch.randn(4, 6, generator=generator).bfloat16()
+    save_file(stored, model / "model.safetensors", metadata={"format": "pt"})
+    text = json.loads((model / "config.json").read_text())
+    (name,) = text.pop("architectures")
+    config = {
+        "architectures": [name.replace("ForCausalLM", "ForConditionalGeneration")],
+        "model_type": text["model_type"].removesuffix("_text"),
+        "text_config": text,
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "vision_config": {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16},
+    }
+    (model / "config.json").write_text(json.dumps(config))
+    return stored
+
+
+def _delta_nets(num_layers: int, num_heads: int) -> dict[str, Any]:
+    """Delta nets in every second layer, from the first on."""
+    kinds = ("linear_attention", "full_attention")
+    return {
+        "layer_types": [kinds[layer % 2] for layer in range(num_layers)],
+        "linear_num_key_heads": num_heads,
+        "linear_num_value_heads": 2 * num_heads,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+    }
+
+
 def _of_family(family: str, hidden_size: int, num_experts: int) -> dict[str, Any]:
     if family in ("mistral", "mixtral"):
         changes: dict[str, Any] = {"sliding_window": None}
@@ -186,6 +253,13 @@ def _of_family(family: str, hidden_size: int, num_experts: int) -> dict[str, Any
             "num_experts_per_tok": 2,
             "moe_intermediate_size": hidden_size // 2,
             "norm_topk_prob": True,
+        }
+    if family in ("qwen3_5_moe_text", "qwen3_next"):
+        return {
+            "num_experts": num_experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": hidden_size // 2,
+            "shared_expert_intermediate_size": hidden_size // 4,
         }
     if family in ("deepseek_v3", "glm4_moe_lite"):
         groups = 2 if family == "deepseek_v3" else 1

@@ -22,6 +22,7 @@ class ModelSizes:
     """The sizes of a whole model that a layout or activation recompute must divide.
 
     num_experts: 0 for a dense model.  ffn_hidden_size: of dense layers, 0 where every layer is a mixture.
+    linear_num_key_heads: of gated delta nets, 0 for a model without them.
     """
 
     num_attention_heads: int
@@ -32,6 +33,7 @@ class ModelSizes:
     moe_ffn_hidden_size: int = 0
     shared_expert_ffn_hidden_size: int = 0
     latent_attention: bool = False
+    linear_num_key_heads: int = 0
 
 
 def layout_violations(
@@ -60,9 +62,12 @@ def layout_violations(
         widths["width of the shared experts"] = sizes.shared_expert_ffn_hidden_size
     violations = list(_indivisible(f"{prefix}.tensor_model_parallel_size", layout.tp_size, widths))
     violations += _context(sizes, layout, megatron, prefix)
+    violations += _delta_nets(sizes, layout, megatron, prefix)
     violations += layout.pipeline_violations(sizes.num_layers, prefix)
     violations += _experts(sizes, layout, megatron, prefix)
     if rollout_tp is not None:
+        if sizes.linear_num_key_heads:
+            widths["key heads of the gated delta nets"] = sizes.linear_num_key_heads
         split = {name: size for name, size in widths.items() if name != "key/value heads"}
         violations += server_violations(f"{ROLLOUT}.tensor_model_parallel_size", rollout_tp, split, sizes.num_kv_heads)
     return violations
@@ -131,6 +136,27 @@ def _context(sizes: ModelSizes, layout: LayoutSizes, megatron: MegatronConfig, p
             f"{prefix}.hierarchical_context_parallel_sizes = [{hierarchy[0]},{hierarchy[1]}]: the first number must "
             f"divide {both}, which that many ranks share out; set one of {divisors_text(common)} in its place, or "
             f"{prefix}.cp_comm_type=p2p"
+        )
+
+
+def _delta_nets(sizes: ModelSizes, layout: LayoutSizes, megatron: MegatronConfig, prefix: str) -> Iterator[str]:
+    """Checks that the ranks of a layer share out the key heads of gated delta nets."""
+    if not sizes.linear_num_key_heads:
+        return
+    what = "key heads of the gated delta nets"
+    yield from _indivisible(f"{prefix}.tensor_model_parallel_size", layout.tp_size, {what: sizes.linear_num_key_heads})
+    if sizes.linear_num_key_heads % layout.tp_size:
+        return
+    heads, key = sizes.linear_num_key_heads // layout.tp_size, f"{prefix}.context_parallel_size"
+    if heads % layout.cp_size:
+        yield (
+            f"{key} = {layout.cp_size}: must divide the {heads} {what} of a tensor-parallel rank, which it shares out "
+            f"inside these; set one of {divisors_text(heads)}"
+        )
+    if megatron.cp_comm_type is not None:
+        yield (
+            f"{prefix}.cp_comm_type = {megatron.cp_comm_type}: is of attention alone, and this model has gated delta "
+            f"nets; set {prefix}.cp_comm_type=null"
         )
 
 

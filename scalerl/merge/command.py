@@ -50,6 +50,11 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--max_shard_size", type=parse_bytes, default="5GB", help="of one file (default: 5GB)")
     command.add_argument("--workers", type=int, default=None, help="threads (default: one for each core, at most 8)")
     command.add_argument("--overwrite", action="store_true", help="replace the model that target_dir holds")
+    command.add_argument(
+        "--hf_model_path",
+        default=None,
+        help="the model that the run began from: a vision tower and layers that predict further tokens come from it",
+    )
     command.add_argument("--hf_upload_path", default=None, help="repository of the Hugging Face Hub: user/name")
     command.add_argument("--private", action="store_true", help="make that repository private, where it is new")
     command = operations.add_parser("split", help="the way back: the weights as the ranks of a layout save them")
@@ -82,14 +87,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _merge(args: argparse.Namespace) -> int:
     if args.hf_upload_path is not None:
         check_repo_name(args.hf_upload_path)
-    summary = (merge_fsdp if args.backend == "fsdp" else merge)(
-        args.local_dir,
-        args.target_dir,
-        dtype=args.dtype,
-        max_shard_bytes=args.max_shard_size,
-        overwrite=args.overwrite,
-        num_workers=args.workers,
-    )
+    options = {
+        "dtype": args.dtype,
+        "max_shard_bytes": args.max_shard_size,
+        "overwrite": args.overwrite,
+        "num_workers": args.workers,
+    }
+    if args.backend == "fsdp":
+        if args.hf_model_path is not None:
+            raise ValueError("--hf_model_path: the files of an FSDP run have every tensor; leave it out")
+        summary = merge_fsdp(args.local_dir, args.target_dir, **options)
+    else:
+        path = None if args.hf_model_path is None else model_directory(args.hf_model_path, "--hf_model_path")
+        summary = merge(args.local_dir, args.target_dir, hf_model_path=path, **options)
     print(
         f"merged {summary.num_tensors} tensors, {summary.num_bytes:,} bytes ({summary.dtype}), in {summary.num_files} "
         f"file{'s' if summary.num_files > 1 else ''} and {summary.seconds:.1f} s: {summary.target_dir}"

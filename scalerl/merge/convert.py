@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +22,8 @@ from scalerl.models import (
     CHECKPOINT_MODEL_ROOTS,
     Family,
     HFWeights,
+    LazyTensor,
     ModelShape,
-    Param,
     copy_beside_weights,
     family_of,
     read_config,
@@ -59,11 +59,14 @@ def merge(
     max_shard_bytes: int = 5 * 10**9,
     overwrite: bool = False,
     num_workers: int | None = None,
+    hf_model_path: str | Path | None = None,
 ) -> MergeSummary:
     """Writes the model of a distributed checkpoint as a Hugging Face directory; whole or not at all.
 
     The data that is read is compared with the digests that were saved.
     num_workers: threads; None: as many as cores, at most 8.
+    hf_model_path: the model that the run began from. What it has beside the trained tensors (vision tower, layers that
+    predict further tokens) is copied as it is; None: left out, which a model with a vision tower refuses.
     local_dir: `global_step_N/actor` or `global_step_N`. dtype: float32 | bfloat16 | float16; None keeps what is stored.
     Raises ValueError: not a finished checkpoint; missing, unexpected or wrongly shaped tensors (all in one error);
     a target that is not empty (unless overwrite, which replaces a Hugging Face model directory only).
@@ -74,14 +77,18 @@ def merge(
     hf_dir = actor_dir / "huggingface"
     shape = ModelShape.from_hf(hf_dir)
     family = family_of(shape)
+    if family.text_config and hf_model_path is None:
+        raise ValueError(
+            f"{hf_dir} is of a {family.model_type} model, whose files hold {' and '.join(family.beside)}*, which a run "
+            "does not train; give --hf_model_path, the model that the run began from, to copy them"
+        )
     checkpoint = DistCheckpoint(actor_dir / "dist_ckpt")
     keys = _check_complete(checkpoint, family, shape)
     out_dtype = _out_dtype(checkpoint, [keys[p.name] for p in family.params(shape) if not p.keeps_float32], dtype)
 
     with while_there(actor_dir), closing(checkpoint), whole_directory(target) as directory:
-        specs = _write_tensors(
-            directory, checkpoint, keys, family.params(shape), shape, out_dtype, max_shard_bytes, num_workers
-        )
+        with _beside(hf_model_path, family) as others:
+            specs = _write_tensors(directory, checkpoint, keys, shape, out_dtype, others, max_shard_bytes, num_workers)
         copy_beside(hf_dir, directory, out_dtype)
         with HFWeights(directory) as written:
             written.check(family, ModelShape.from_hf(directory))
@@ -180,28 +187,46 @@ def _out_dtype(checkpoint: DistCheckpoint, keys: Sequence[str], wanted: str | No
     return stored.pop()
 
 
+@contextmanager
+def _beside(model_dir: str | Path | None, family: Family) -> Iterator[dict[str, LazyTensor]]:
+    """The tensors of other parts in a model's files, by name; none without a directory."""
+    if model_dir is None:
+        yield {}
+        return
+    with HFWeights(model_dir) as weights:
+        yield {name: weights.unread(name) for name in weights.names() if name.startswith(family.beside)}
+
+
 def _write_tensors(
     out_dir: Path,
     checkpoint: DistCheckpoint,
     keys: dict[str, str],
-    params: list[Param],
     shape: ModelShape,
     dtype: torch.dtype,
+    others: Mapping[str, LazyTensor],
     max_shard_bytes: int,
     num_workers: int | None,
 ) -> dict[str, TensorSpec]:
-    """Writes the tensors, and returns their specs by name."""
+    """Writes the tensors, and returns their specs by name.  others: what is copied as it is."""
+    family = family_of(shape)
+    sizes, params = family.stored_shapes(shape), family.params(shape)
     dtypes = [checkpoint.tensors[keys[p.name]].dtype if p.keeps_float32 else dtype for p in params]
-    groups = [
-        {n: TensorSpec(size, to) for n, size in p.hf_shapes(shape).items()}
-        for p, to in zip(params, dtypes, strict=True)
-    ]
-    with model_files(out_dir, groups, max_shard_bytes) as files:
+    rows_of = [family.stored_rows(param, shape) for param in params]
+    specs: dict[str, TensorSpec] = {}
+    groups = []
+    for rows, to in zip(rows_of, dtypes, strict=True):
+        # Of stacked experts the first brings the tensor of all.
+        groups.append({r.name: TensorSpec(sizes[r.name], to) for r in rows if r.name not in specs})
+        specs |= groups[-1]
+    groups += [{name: TensorSpec(tuple(other.get_shape()), other[:0].dtype)} for name, other in others.items()]
+    with model_files(out_dir, [group for group in groups if group], max_shard_bytes) as files:
         wanted = [
-            Copy(keys[param.name], param.rows_of(shape), {name: files[name] for name in param.hf}, to)
-            for param, to in zip(params, dtypes, strict=True)
+            Copy(keys[param.name], rows, {r.name: files[r.name] for r in rows}, to)
+            for param, rows, to in zip(params, rows_of, dtypes, strict=True)
         ]
         copy_all(checkpoint, wanted, num_workers)
+        for name, other in others.items():
+            files[name].write(name, 0, other[:].contiguous())
     return {name: spec for group in groups for name, spec in group.items()}
 
 

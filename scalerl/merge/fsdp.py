@@ -69,6 +69,8 @@ def merge_fsdp(
     config = _config(hf_dir, checkpoint.tensors)
     shape = ModelShape.from_config(config)
     family = family_of(shape)
+    if family.text_config:
+        raise ValueError(f"{hf_dir}: merging a {family.model_type} model with its vision tower is not supported")
     places, specs = _places(checkpoint, family, shape)
     kept = {name for param in family.params(shape) if param.keeps_float32 for name in param.hf}
     out_dtype = _out_dtype(directory, {spec.dtype for name, spec in specs.items() if name not in kept}, dtype)

@@ -1,7 +1,8 @@
 """Floating-point operations that a transformer needs, and the share of the hardware's peak that they use.
 
-Only matrix products count (a multiply-add is 2), each once and only if its result is needed: attention to the tokens
-that a causal mask leaves, the experts that a token is routed to; no embedding lookup, padding or recomputation.
+Only matrix products and those with the states of gated delta nets count (a multiply-add is 2), each once and only if
+its result is needed: attention to the tokens that a causal mask leaves, the experts that a token is routed to; no
+embedding lookup, padding or recomputation.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class FlopsShape:
     vocab_size: width of the head; 1 for a value head (`as_critic`).
     num_moe_layers: layers whose MLP is a mixture: a router over num_experts, of which every token uses
     num_experts_per_token, each moe_ffn_hidden_size wide, and shared experts with a total width of
-    shared_expert_ffn_hidden_size.
+    shared_expert_ffn_hidden_size. shared_expert_gate: these have one more row.
+    num_linear_layers: layers with a gated delta net in the place of attention, and its heads. attention_gate: attention
+    has as many rows for a gate as for queries.
     kv_lora_rank set: latent attention (MLA) with its q_lora_rank (None: queries uncompressed), qk_nope_head_dim,
     qk_rope_head_dim and v_head_dim; num_kv_heads and head_dim are ignored then.
     """
@@ -79,6 +82,13 @@ class FlopsShape:
     num_experts_per_token: int = 0
     moe_ffn_hidden_size: int = 0
     shared_expert_ffn_hidden_size: int = 0
+    shared_expert_gate: bool = False
+    attention_gate: bool = False
+    num_linear_layers: int = 0
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
     q_lora_rank: int | None = None
     kv_lora_rank: int | None = None
     qk_nope_head_dim: int = 0
@@ -97,8 +107,27 @@ class FlopsShape:
             self.hidden_size * self.num_experts
             + self.num_experts_per_token * self._mlp(self.moe_ffn_hidden_size)
             + self._mlp(self.shared_expert_ffn_hidden_size)
+            + self.hidden_size * self.shared_expert_gate
         )
-        return self.num_layers * self._attention_params + mlp + mixture + self.hidden_size * self.vocab_size
+        mixers = self._num_attending * self._attention_params + self.num_linear_layers * self._delta_net_params
+        return mixers + mlp + mixture + self.hidden_size * self.vocab_size
+
+    @property
+    def _num_attending(self) -> int:
+        return self.num_layers - self.num_linear_layers
+
+    @property
+    def _delta_net_params(self) -> int:
+        key = self.linear_num_key_heads * self.linear_key_head_dim
+        value = self.linear_num_value_heads * self.linear_value_head_dim
+        # Queries, keys, values, gate, strength and decay; then the output.
+        return self.hidden_size * (2 * key + 2 * value + 2 * self.linear_num_value_heads + value)
+
+    @property
+    def _state_flops(self) -> int:
+        """FLOPs of a token with the states: they are asked by its key, changed, and asked by its query."""
+        state = self.linear_num_value_heads * self.linear_key_head_dim * self.linear_value_head_dim
+        return 2 * 3 * self.num_linear_layers * state
 
     def _mlp(self, width: int) -> int:
         return self.hidden_size * width * (3 if self.gated else 2)
@@ -107,7 +136,7 @@ class FlopsShape:
     def _attention_params(self) -> int:
         heads, hidden = self.num_heads, self.hidden_size
         if self.kv_lora_rank is None:
-            return hidden * self.head_dim * 2 * (heads + self.num_kv_heads)
+            return hidden * self.head_dim * (2 * (heads + self.num_kv_heads) + heads * self.attention_gate)
         qk_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
         query = hidden * heads * qk_dim if self.q_lora_rank is None else self.q_lora_rank * (hidden + heads * qk_dim)
         key_value = hidden * (self.kv_lora_rank + self.qk_rope_head_dim)
@@ -119,13 +148,14 @@ class FlopsShape:
         """FLOPs of a (query, key) pair in all layers and heads: a dot product for its score, an axpy for its value."""
         mla = self.kv_lora_rank is not None
         qk_dim = self.qk_nope_head_dim + self.qk_rope_head_dim if mla else self.head_dim
-        return 2 * self.num_layers * self.num_heads * (qk_dim + (self.v_head_dim if mla else self.head_dim))
+        return 2 * self._num_attending * self.num_heads * (qk_dim + (self.v_head_dim if mla else self.head_dim))
 
     def forward_each(self, seq_lens: ArrayLike) -> np.ndarray:
         """[S] FLOPs of a forward pass over each sequence of these lengths (tokens), logits of every token included."""
         lengths = np.asarray(seq_lens, dtype=np.int64)
         # A causal mask leaves s * (s + 1) / 2 pairs.
-        return (2 * self.matmul_params * lengths + self._flops_per_pair * (lengths * (lengths + 1) // 2)).astype(float)
+        per_token = 2 * self.matmul_params + self._state_flops
+        return (per_token * lengths + self._flops_per_pair * (lengths * (lengths + 1) // 2)).astype(float)
 
     def forward(self, seq_lens: Iterable[int]) -> float:
         """FLOPs of one forward pass over sequences of these lengths (tokens), logits of every token included."""
@@ -208,6 +238,13 @@ def flops_shape(shape: ModelShape) -> FlopsShape:
         num_experts_per_token=shape.num_experts_per_token,
         moe_ffn_hidden_size=shape.moe_ffn_hidden_size,
         shared_expert_ffn_hidden_size=shape.shared_expert_ffn_hidden_size,
+        shared_expert_gate=shape.shared_expert_gate,
+        attention_gate=shape.attention_gate,
+        num_linear_layers=sum(shape.linear_layers),
+        linear_num_key_heads=shape.linear_num_key_heads,
+        linear_num_value_heads=shape.linear_num_value_heads,
+        linear_key_head_dim=shape.linear_key_head_dim,
+        linear_value_head_dim=shape.linear_value_head_dim,
         q_lora_rank=shape.q_lora_rank,
         kv_lora_rank=shape.kv_lora_rank,
         qk_nope_head_dim=shape.qk_nope_head_dim or 0,

@@ -13,7 +13,8 @@ class Mixture:
 
     Several keys for one value: transformers renamed it.
     experts, expert_ffn: keys of the number and inner width of the routed experts. shared: key of the number of shared
-    experts ("": none).
+    experts ("": none). shared_ffn: key of the width of all shared experts together, where that is given instead; they
+    then have a gate.
     layers: called with (config, layer index); True if that layer is a mixture. layer_types: key of a list with dense or
     sparse for each layer, which must say the same ("": none).
     score: function of the router's logits. normalize: key that says whether the chosen experts' weights sum to 1
@@ -27,6 +28,7 @@ class Mixture:
     layers: Callable[[Mapping[str, Any], int], bool] = lambda config, layer: True
     layer_types: str = ""
     shared: str = ""
+    shared_ffn: str = ""
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalize: str = ""
     bias: bool = False
@@ -53,6 +55,7 @@ class Mixture:
 
         num_experts, top_k = integer(*self.experts), integer("num_experts_per_tok")
         ffn = integer(self.expert_ffn)
+        shared_ffn = integer(self.shared_ffn) if self.shared_ffn else ffn * config[self.shared] if self.shared else 0
         groups, top_groups = (integer(key) if key else 1 for key in (self.groups, self.top_groups))
         if not problems:
             problems += _sizes_that_do_not_fit(num_experts, top_k, groups, top_groups)
@@ -69,7 +72,8 @@ class Mixture:
             "num_experts": num_experts,
             "num_experts_per_token": top_k,
             "moe_ffn_hidden_size": ffn,
-            "shared_expert_ffn_hidden_size": ffn * config[self.shared] if self.shared else 0,
+            "shared_expert_ffn_hidden_size": shared_ffn,
+            "shared_expert_gate": bool(self.shared_ffn),
             "moe_layers": moe_layers,
             "router_score": self.score,
             "router_normalizes": config[self.normalize] if self.normalize else True,

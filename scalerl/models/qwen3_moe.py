@@ -9,7 +9,8 @@ from scalerl.models.mixture import Mixture
 from scalerl.models.table import decoder_family, experts, router
 
 
-def _is_mixture(config: Mapping[str, Any], layer: int) -> bool:
+def is_mixture(config: Mapping[str, Any], layer: int) -> bool:
+    """Whether a layer has experts, by mlp_only_layers and decoder_sparse_step."""
     return layer not in (config.get("mlp_only_layers") or ()) and (layer + 1) % config["decoder_sparse_step"] == 0
 
 
@@ -21,7 +22,7 @@ FAMILY = decoder_family(
     mixture=Mixture(
         experts=("num_experts", "num_local_experts"),
         expert_ffn="moe_intermediate_size",
-        layers=_is_mixture,
+        layers=is_mixture,
         normalize="norm_topk_prob",
     ),
     mixture_rules=(router("mlp.gate"), *experts("mlp.experts.{e}")),

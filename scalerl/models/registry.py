@@ -5,11 +5,40 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from scalerl.models import deepseek_v3, glm4_moe, glm4_moe_lite, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from scalerl.models import (
+    deepseek_v3,
+    glm4_moe,
+    glm4_moe_lite,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_moe,
+    qwen3_next,
+)
 from scalerl.models.table import Family
 
-_MODULES = (qwen3, qwen2, llama, mistral, qwen3_moe, mixtral, deepseek_v3, glm4_moe, glm4_moe_lite)
-FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
+_MODULES = (
+    qwen3,
+    qwen2,
+    llama,
+    mistral,
+    qwen3_moe,
+    mixtral,
+    deepseek_v3,
+    glm4_moe,
+    glm4_moe_lite,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_next,
+)
+_RELEASED = (qwen3_5.RELEASED, qwen3_5_moe.RELEASED)
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (*(module.FAMILY for module in _MODULES), *_RELEASED)
+}
 # Other model_types of config.json, of models whose tensors and sizes are those of a family.
 ALIASES = {"kimi_k2": "deepseek_v3"}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -30,13 +30,23 @@ ROPE_TYPES = {"default": (), "llama3": LLAMA3_ROPE_KEYS, "yarn": DENSE_YARN_KEYS
 LATENT_ROPE_TYPES = {"default": (), "yarn": YARN_ROPE_KEYS}
 YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
 DENSE_YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+DELTA_NET_KEYS = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
 LATENT_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _ORIGINAL = "original_max_position_embeddings"
 _PARTIAL = "partial_rotary_factor"
+_TIED = "tie_word_embeddings"
 _ROPE_NUMBERS = {"rope_theta", _PARTIAL, *LLAMA3_ROPE_KEYS, *YARN_ROPE_KEYS}
 # Integers that a model may have as 0, and as null: none.
 _MAY_BE_ZERO = ("first_k_dense_replace", "n_shared_experts")
 _MAY_BE_NULL = ("q_lora_rank", "sliding_window")
+# Keys of config.json that are of the whole model where the language model's are in a key.
+_OF_THE_WHOLE = ("model_type", "architectures", "dtype", "torch_dtype", "quantization_config", "transformers_weights")
 _KINDS = {bool: "true or false", float: "a floating-point number", str: "a text"}
 DTYPES = ("float32", "bfloat16", "float16")
 Head = Literal["lm", "value"]
@@ -55,12 +65,17 @@ class ModelShape:
     dtype: data type of the stored weights, or that they had before quantization: float32, bfloat16 or float16.
     eos_token_ids: from config.json and generation_config.json, ascending.
     num_experts, num_experts_per_token, moe_ffn_hidden_size: routed experts of a mixture layer (0: dense model).
-    shared_expert_ffn_hidden_size: width of all shared experts together (0: none).
+    shared_expert_ffn_hidden_size: width of all shared experts together (0: none). shared_expert_gate: their output is
+    multiplied with the sigmoid of a linear layer of the token.
     moe_layers: True for each layer that is a mixture (empty: none is).
     router_score: function of the router's logits, softmax or sigmoid. router_normalizes: the weights of the chosen
     experts sum to 1, before router_scale. router_has_bias: the router has a bias that affects the choice only.
     router_groups, router_top_groups: experts are chosen from the best router_top_groups of router_groups groups.
     partial_rotary_factor: the part of each head, from its first number on, that the rotary embedding turns.
+    linear_layers: True for each layer with a gated delta net in the place of attention (empty: none).
+    linear_num_key_heads .. linear_conv_kernel_dim: its sizes (0: none); linear_conv_kernel_dim tokens are seen by its
+    convolution. attention_gate: attention's output is multiplied with the sigmoid of a gate. zero_centred_norms: norms
+    multiply with 1 + weight, a delta net's output norm excepted.
     num_prediction_layers: extra layers that predict further tokens; they are stored with the model and not used.
     q_lora_rank .. v_head_dim: latent attention (None: grouped-query attention; q_lora_rank None: queries uncompressed).
     head: lm (next-token logits), or value (one number per token: critics and reward models; never tied).
@@ -87,6 +102,7 @@ class ModelShape:
     num_experts_per_token: int = 0
     moe_ffn_hidden_size: int = 0
     shared_expert_ffn_hidden_size: int = 0
+    shared_expert_gate: bool = False
     moe_layers: tuple[bool, ...] = ()
     router_score: str = "softmax"
     router_normalizes: bool = True
@@ -96,6 +112,14 @@ class ModelShape:
     router_scale: float = 1.0
     num_prediction_layers: int = 0
     partial_rotary_factor: float = 1.0
+    linear_layers: tuple[bool, ...] = ()
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_conv_kernel_dim: int = 0
+    attention_gate: bool = False
+    zero_centred_norms: bool = False
     q_lora_rank: int | None = None
     kv_lora_rank: int | None = None
     qk_nope_head_dim: int | None = None
@@ -120,15 +144,17 @@ class ModelShape:
     def from_config(cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelShape:
         """Reads the shape from parsed config.json and generation_config.json.  Raises ValueError as `from_hf`."""
         family = family_of(config)
+        problems = _two_values(config, family)
         config = with_defaults(config)
-        problems = _missing_or_bad(config, family)
+        problems += _missing_or_bad(config, family)
         if problems:
             raise ValueError("; ".join(problems))
         rope_theta, rope_scaling, problems = _rope(config, family)
         problems += _unsupported(config, family)
         mixture, mixture_problems = family.mixture.fields(config) if family.mixture else ({}, [])
         latent, latent_problems = _latent(config) if family.latent else ({}, [])
-        problems += mixture_problems + latent_problems
+        delta_net, delta_net_problems = _delta_net(config) if family.delta_net else ({}, [])
+        problems += mixture_problems + latent_problems + delta_net_problems
         heads = config["num_attention_heads"]
         kv_heads = (None if family.latent else config["num_key_value_heads"]) or heads
         if heads % kv_heads:
@@ -157,6 +183,7 @@ class ModelShape:
             num_prediction_layers=config.get("num_nextn_predict_layers") or 0,
             **mixture,
             **latent,
+            **delta_net,
         )
 
     @property
@@ -173,6 +200,11 @@ class ModelShape:
                 "config.json's architectures name a value model (one number for every token), which predicts no words; "
                 "give a causal language model"
             )
+        if family_of(self).text_config:
+            raise ValueError(
+                f"a {self.model_type} model, with its vision tower, cannot become a value model; give one without it "
+                f"(model_type {self.model_type}_text), or an estimator without a critic"
+            )
         return replace(self, head="value", tie_word_embeddings=False)
 
 
@@ -187,7 +219,16 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json with the keys that it leaves out, as transformers fills them in; of an unknown family as it is."""
     family = family_named(config.get("model_type"))
-    return {**family.defaults, **config} if family else dict(config)
+    return {**family.defaults, **_of_text(config)} if family else dict(config)
+
+
+def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keys of the language model: where they are in a key of config.json, these, and what is of the whole model."""
+    family = family_named(config.get("model_type"))
+    text = config.get(family.text_config) if family and family.text_config else None
+    if not isinstance(text, Mapping):
+        return config
+    return {**text, **{key: config[key] for key in _OF_THE_WHOLE if key in config}}
 
 
 def eos_token_ids(model_dir: str | Path) -> tuple[int, ...]:
@@ -197,6 +238,12 @@ def eos_token_ids(model_dir: str | Path) -> tuple[int, ...]:
     """
     generation = _read_json(Path(model_dir) / "generation_config.json", required=False)
     return _eos_token_ids(with_defaults(read_config(model_dir)), generation)
+
+
+def attention_interval(attends: Sequence[bool]) -> int | None:
+    """The n of layers of which every n-th attends, and no other; None: there is none.  attends: of each layer."""
+    every = attends.index(True) + 1 if True in attends else len(attends) + 1
+    return every if list(attends) == [(layer + 1) % every == 0 for layer in range(len(attends))] else None
 
 
 def max_positions(config: Mapping[str, Any]) -> int:
@@ -244,7 +291,20 @@ def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
 
 def rope_entries(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The rotary embedding's entries of config.json: rope_scaling counts before rope_parameters, as in transformers."""
+    config = _of_text(config)
     return config.get("rope_scaling") or config.get("rope_parameters") or {}
+
+
+def _two_values(config: Mapping[str, Any], family: Family) -> list[str]:
+    """One sentence where the whole model and its language model disagree; config.json as it is."""
+    if not family.text_config:
+        return []
+    if not isinstance(text := config.get(family.text_config), Mapping):
+        return [f"{family.text_config} is {text!r}, not an object with the language model's keys"]
+    tied, of_text = config.get(_TIED, False), text.get(_TIED, False)
+    if tied == of_text:
+        return []
+    return [f"{_TIED} is {tied!r}, and {of_text!r} in {family.text_config}: engines differ; set both to one value"]
 
 
 def _missing_or_bad(config: Mapping[str, Any], family: Family) -> list[str]:
@@ -332,6 +392,25 @@ def _latent(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return sizes | {"q_lora_rank": config.get("q_lora_rank"), "head_dim": head_dim}, []
 
 
+def _delta_net(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The fields of a family with gated delta nets, and one sentence per problem.  config: with the defaults."""
+    num_layers, kinds = config["num_hidden_layers"], config.get("layer_types")
+    problems = []
+    if kinds is None:
+        every = config["full_attention_interval"]
+        kinds = ["full_attention" if (layer + 1) % every == 0 else "linear_attention" for layer in range(num_layers)]
+    elif not isinstance(kinds, list) or len(kinds) != num_layers:
+        problems.append(f"layer_types {kinds!r} is not a list with a kind for each of {num_layers} layers")
+    sizes = {key: config[key] for key in DELTA_NET_KEYS}
+    if sizes["linear_num_value_heads"] % sizes["linear_num_key_heads"]:
+        problems.append(
+            f"linear_num_value_heads {sizes['linear_num_value_heads']} is not a multiple of linear_num_key_heads "
+            f"{sizes['linear_num_key_heads']}"
+        )
+    layers = tuple(kind == "linear_attention" for kind in kinds)
+    return sizes | {"linear_layers": layers, "attention_gate": True, "zero_centred_norms": True}, problems
+
+
 def _unsupported(config: Mapping[str, Any], family: Family) -> list[str]:
     problems = [f"{key} {config[key]!r} is not supported" for key in family.refused if config.get(key)]
     window, positions = config.get(family.window), config["max_position_embeddings"]
@@ -340,9 +419,10 @@ def _unsupported(config: Mapping[str, Any], family: Family) -> list[str]:
             f"{family.window} {window} is not supported with max_position_embeddings {positions}: set it to null, or "
             f"max_position_embeddings to {window} at most"
         )
-    layer_types = {t for t in config.get("layer_types") or () if t != "full_attention"}
+    known = ("full_attention", "linear_attention") if family.delta_net else ("full_attention",)
+    layer_types = {str(t) for t in config.get("layer_types") or () if t not in known}
     if layer_types:
-        problems.append(f"layer_types {', '.join(sorted(layer_types))} is not supported (only full_attention)")
+        problems.append(f"layer_types {', '.join(sorted(layer_types))} is not supported (only {', '.join(known)})")
     # transformers leaves out id2label if there are two labels.
     labels = config.get("num_labels") or len(config.get("id2label") or ("LABEL_0", "LABEL_1"))
     if _is_value_model(config) and labels != 1:

@@ -1,7 +1,10 @@
 """Rules between Hugging Face tensors and Megatron-Core tensors, shared by all model families.
 
 Megatron-Core layouts (local layer spec), `tp` tensor-parallel ranks:
-  qkv      rows by query group: [q heads of the group, k, v] x head_dim; whole groups per rank
+  qkv      rows by query group: [q heads of the group, k, v] x head_dim; whole groups per rank; with gated attention
+           the rows of each query head are followed by those of its gate
+  delta    rows by key head of a gated delta net: those that belong to the head of each part of each tensor, as
+           `sections` say; whole key heads per rank
   gate_up  per rank [gate rows; up rows]; joined over ranks [all gate rows; all up rows]
   vocab    rows, zero padded to `padded_vocab_size`
   column   split over rows (dim 0); row: split over columns (dim 1); replicated: whole on every rank
@@ -10,8 +13,9 @@ A tensor of an expert is split over the expert-tensor-parallel ranks instead, an
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -22,16 +26,17 @@ if TYPE_CHECKING:
 
     from scalerl.models.shape import ModelShape
 
-Kind = Literal["replicated", "column", "row", "qkv", "gate_up", "vocab"]
+Kind = Literal["replicated", "column", "row", "qkv", "delta", "gate_up", "vocab"]
 StagePart = Literal["first", "layer", "last"]
-Where = Literal["every", "dense", "mixture"]
+Where = Literal["every", "dense", "mixture", "linear", "full"]
 
 # A model tensor's key in a distributed checkpoint is this and Param.name.
 CHECKPOINT_MODEL_PREFIX = "model."
 # How the keys of a model begin in a checkpoint of its own; those of its optimizer begin with `optimizer.`.
 CHECKPOINT_MODEL_ROOTS = ("embedding.", "decoder.", "output_layer.")
-# Prefix of the names of layer i's tensors in Hugging Face files.
-_HF_LAYER = "model.layers.{i}."
+# Beginnings of the names of a model's tensors, and of layer i's, in Hugging Face files.
+HF_MODEL = "model."
+_HF_LAYER = f"{HF_MODEL}layers.{{i}}."
 # Name of a layer's mixture of experts in the models of transformers 5, whatever the files call it.
 MIXTURE_MODULE = "mlp"
 
@@ -83,6 +88,8 @@ def dim_sizes(shape: ModelShape) -> dict[str, int]:
         "shared_ffn": shape.shared_expert_ffn_hidden_size,
         "value": 1,
     }
+    if shape.linear_layers:
+        sizes |= _delta_sizes(shape)
     if shape.kv_lora_rank is None:
         return sizes
     heads = shape.num_attention_heads
@@ -95,6 +102,24 @@ def dim_sizes(shape: ModelShape) -> dict[str, int]:
         "q_latent": heads * (nope + rope),
         "kv_latent": heads * (nope + value),
         "v_latent": heads * value,
+    }
+
+
+def _delta_sizes(shape: ModelShape) -> dict[str, int]:
+    """Sizes of gated delta nets, and of the gated attention between them."""
+    heads, value_heads = shape.linear_num_key_heads, shape.linear_num_value_heads
+    key, value = heads * shape.linear_key_head_dim, value_heads * shape.linear_value_head_dim
+    return {
+        "q_gate": 2 * shape.num_attention_heads * shape.head_dim,
+        "delta_key": key,
+        "delta_value": value,
+        "delta_heads": value_heads,
+        "delta_head_dim": shape.linear_value_head_dim,
+        "delta_qkv": 2 * key + value,
+        "delta_qkvz": 2 * key + 2 * value,
+        "delta_ba": 2 * value_heads,
+        "delta_taps": shape.linear_conv_kernel_dim,
+        "one": 1,
     }
 
 
@@ -120,6 +145,7 @@ class Param:
     those of expert-tensor parallelism.
     keeps_float32: stored, kept and exported as float32 whatever the model's dtype.
     joins_previous: an engine joins it with the tensor before it, and needs both in one bucket.
+    sections: of kind delta, the named dimensions of the parts that the rows of each tensor in `hf` consist of.
     """
 
     name: str
@@ -131,6 +157,7 @@ class Param:
     expert: int | None = None
     keeps_float32: bool = False
     joins_previous: bool = False
+    sections: tuple[tuple[str, ...], ...] = ()
 
     def hf_shapes(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
         """The shape of each of its Hugging Face tensors."""
@@ -166,19 +193,20 @@ class Param:
         self._check_divides(shape, tp_size)
         self._check_sources(read, shape)
         for number, hf in enumerate(self.hf):
-            out = self._fill(out, number, self._slice(read(hf), shape, tp_rank, tp_size), shape, tp_size)
+            out = self._fill(out, number, self._slices(read(hf), number, shape, tp_rank, tp_size), shape, tp_size)
         assert out is not None
         return out
 
     def _fill(
-        self, out: torch.Tensor | None, number: int, part: torch.Tensor, shape: ModelShape, tp_size: int
+        self, out: torch.Tensor | None, number: int, parts: Sequence[torch.Tensor], shape: ModelShape, tp_size: int
     ) -> torch.Tensor:
-        """Copies this rank's part of the Hugging Face tensor number `number` into the shard."""
+        """Copies this rank's parts of the Hugging Face tensor number `number` into the shard."""
         if out is None:
-            out = part.new_empty(self.mcore_shape(shape, tp_size))
-        self._places(out, shape)[number][: len(part)].copy_(part)
+            out = parts[0].new_empty(self.mcore_shape(shape, tp_size))
+        for place, part in zip(self._places(out, shape)[number], parts, strict=True):
+            place[: len(part)].copy_(part)
         if self.kind == "vocab":
-            out[len(part) :].zero_()
+            out[len(parts[0]) :].zero_()
         return out
 
     def write(
@@ -186,31 +214,57 @@ class Param:
     ) -> None:
         """Writes this rank's shard into its part of the whole Hugging Face tensors: the inverse of `shard`."""
         for number, hf in enumerate(self.hf):
-            part = self._slice(_InMemory(out[hf]), shape, tp_rank, tp_size)
-            part.copy_(self._places(shard, shape)[number][: len(part)])
+            parts = self._slices(_InMemory(out[hf]), number, shape, tp_rank, tp_size)
+            for part, place in zip(parts, self._places(shard, shape)[number], strict=True):
+                part.copy_(place[: len(part)])
 
-    def _slice(self, source: LazyTensor, shape: ModelShape, tp_rank: int, tp_size: int) -> torch.Tensor:
-        """This rank's part of one Hugging Face tensor; a view if the tensor is in memory."""
-        if self.kind == "qkv":
-            groups = shape.num_kv_heads // tp_size
-            return _rows(source, tp_rank, tp_size).unflatten(0, (groups, -1, shape.head_dim))
+    def _slices(
+        self, source: LazyTensor, number: int, shape: ModelShape, tp_rank: int, tp_size: int
+    ) -> list[torch.Tensor]:
+        """This rank's parts of the Hugging Face tensor number `number`; views if the tensor is in memory."""
+        if self._is_grouped:
+            groups, counts = self._group_rows(shape)
+            parts, start = [], 0
+            for count in counts[number]:
+                rows = groups // tp_size * count
+                first = start + tp_rank * rows
+                parts.append(source[first : first + rows].unflatten(0, (-1, count)))
+                start += groups * count
+            return parts
         if self.kind in ("gate_up", "column"):
-            return _rows(source, tp_rank, tp_size)
+            return [_rows(source, tp_rank, tp_size)]
         if self.kind == "vocab":
-            return _vocab_rows(source, shape.vocab_size, tp_rank, tp_size)
+            return [_vocab_rows(source, shape.vocab_size, tp_rank, tp_size)]
         if self.kind == "row":
             columns = source.get_shape()[1] // tp_size
-            return source[:, tp_rank * columns : (tp_rank + 1) * columns]
-        return source[:]
+            return [source[:, tp_rank * columns : (tp_rank + 1) * columns]]
+        return [source[:]]
 
-    def _places(self, out: torch.Tensor, shape: ModelShape) -> Sequence[torch.Tensor]:
-        """Views of the shard, one for each Hugging Face tensor in it."""
-        if self.kind == "qkv":
-            heads_per_group = shape.num_attention_heads // shape.num_kv_heads
-            return out.unflatten(0, (-1, heads_per_group + 2, shape.head_dim)).split([heads_per_group, 1, 1], dim=1)
+    def _places(self, out: torch.Tensor, shape: ModelShape) -> list[list[torch.Tensor]]:
+        """Views of the shard for each Hugging Face tensor in it, in the order of `_slices`."""
+        if self._is_grouped:
+            return self._of_groups(out, shape)
         if self.kind == "gate_up":
-            return out.chunk(2)
-        return [out]
+            return [[half] for half in out.chunk(2)]
+        return [[out]]
+
+    @property
+    def _is_grouped(self) -> bool:
+        """Whether the rows come group by group: of query heads, or of a delta net's key heads."""
+        return self.kind in ("qkv", "delta")
+
+    def _group_rows(self, shape: ModelShape) -> tuple[int, list[list[int]]]:
+        """The number of groups of the whole tensor, and for each Hugging Face tensor the rows of a group by section."""
+        sizes = dim_sizes(shape)
+        groups = shape.num_kv_heads if self.kind == "qkv" else shape.linear_num_key_heads
+        sections = self.sections or tuple((dims[0],) for dims in self.dims)
+        return groups, [[sizes[name] // groups for name in names] for names in sections]
+
+    def _of_groups(self, out: torch.Tensor, shape: ModelShape) -> list[list[torch.Tensor]]:
+        """Views [groups here, rows of a group, ...] of a tensor of whole groups, by Hugging Face tensor and section."""
+        counts = self._group_rows(shape)[1]
+        views = iter(out.unflatten(0, (-1, sum(map(sum, counts)))).split([n for part in counts for n in part], dim=1))
+        return [[next(views) for _ in part] for part in counts]
 
     def join(self, shards: Sequence[torch.Tensor], shape: ModelShape) -> torch.Tensor:
         """Joins tensor-parallel shards, in rank order, to the whole tensor as a distributed checkpoint stores it.
@@ -238,10 +292,11 @@ class Param:
         Raises ValueError when `full` has the wrong shape.
         """
         self.check_joined(full.shape, shape)
-        if self.kind == "qkv":
-            heads_per_group = shape.num_attention_heads // shape.num_kv_heads
-            grouped = full.unflatten(0, (shape.num_kv_heads, heads_per_group + 2, shape.head_dim))
-            parts = [p.flatten(0, 2) for p in grouped.split([heads_per_group, 1, 1], dim=1)]
+        if self._is_grouped:
+            import torch
+
+            of_tensors = self._of_groups(full, shape)
+            parts = [torch.cat([part.flatten(0, 1) for part in views]) for views in of_tensors]
         elif self.kind == "gate_up":
             parts = list(full.chunk(2))
         elif self.kind == "vocab":
@@ -253,14 +308,17 @@ class Param:
     def rows_of(self, shape: ModelShape) -> list[RowRange]:
         """The split of `to_hf` as row ranges (of numbers, if it has one dimension); each Hugging Face row once."""
         sizes = [size[0] for size in self.hf_shapes(shape).values()]
-        if self.kind == "qkv":
-            counts = [size // shape.num_kv_heads for size in sizes]
-            parts, start = [], 0
-            for group in range(shape.num_kv_heads):
-                for name, count in zip(self.hf, counts, strict=True):
-                    parts.append(RowRange(name, group * count, start, count))
-                    start += count
-            return parts
+        if self._is_grouped:
+            groups, counts = self._group_rows(shape)
+            ranges, start = [], 0
+            for group in range(groups):
+                for name, of_tensor in zip(self.hf, counts, strict=True):
+                    # Rows of the tensor before the section.
+                    before = 0
+                    for count in of_tensor:
+                        ranges.append(RowRange(name, before + group * count, start, count))
+                        before, start = before + groups * count, start + count
+            return ranges
         starts = accumulate([0, *sizes[:-1]])
         return [RowRange(name, 0, start, size) for name, start, size in zip(self.hf, starts, sizes, strict=True)]
 
@@ -278,6 +336,7 @@ class Param:
     def _check_divides(self, shape: ModelShape, tp_size: int) -> None:
         sizes = {
             "qkv": {"num_attention_heads": shape.num_attention_heads, "num_key_value_heads": shape.num_kv_heads},
+            "delta": {"linear_num_key_heads": shape.linear_num_key_heads},
             "gate_up": {"intermediate_size": dim_sizes(shape)[self.dims[0][0]]},
             "column": {"rows": self.joined_shape(shape)[0]},
             "row": {"columns": self.joined_shape(shape)[-1]},
@@ -311,7 +370,8 @@ def _vocab_rows(source: LazyTensor, vocab_size: int, tp_rank: int, tp_size: int)
 class ParamPattern:
     """A Param without its indices: in name and hf `{i}` stands for the layer and `{e}` for the expert.
 
-    where: the layers that have the tensor: every one, those with a dense MLP, or those with a mixture of experts.
+    where: the layers that have the tensor: every one, those with a dense MLP or with a mixture of experts, those with
+    a gated delta net (linear) or with attention (full).
     given, absent: fields of ModelShape; the tensor exists only if `given` is set and `absent` is not.
     """
 
@@ -324,6 +384,7 @@ class ParamPattern:
     absent: str = ""
     keeps_float32: bool = False
     joins_previous: bool = False
+    sections: tuple[tuple[str, ...], ...] = ()
 
     @property
     def of_expert(self) -> bool:
@@ -333,7 +394,10 @@ class ParamPattern:
     def exists(self, shape: ModelShape, layer: int) -> bool:
         """Whether a model of this shape has the tensor in that layer."""
         is_mixture = bool(shape.moe_layers) and shape.moe_layers[layer]
-        if self.where != "every" and is_mixture != (self.where == "mixture"):
+        is_linear = bool(shape.linear_layers) and shape.linear_layers[layer]
+        if self.where in ("dense", "mixture") and is_mixture != (self.where == "mixture"):
+            return False
+        if self.where in ("linear", "full") and is_linear != (self.where == "linear"):
             return False
         return bool(not self.given or getattr(shape, self.given)) and not (self.absent and getattr(shape, self.absent))
 
@@ -344,7 +408,7 @@ class ParamPattern:
             return text.replace("{i}", str(layer)).replace("{e}", str(expert))
 
         hf = tuple(fill(name) for name in self.hf)
-        flags = self.keeps_float32, self.joins_previous
+        flags = self.keeps_float32, self.joins_previous, self.sections
         return Param(fill(self.name), hf, self.kind, self.dims, layer, stage_part, expert, *flags)
 
 
@@ -358,6 +422,12 @@ class Family:
     window: config.json key of a sliding window that applies whenever it is set ("": none).
     mixture: how config.json describes the experts (None: dense).
     latent: multi-head latent attention.
+    prefix: how the names of the tensors in the files begin, but the head's.
+    text_config: config.json has the language model's keys in this key, and those of other parts beside it.
+    beside: beginnings of the names of tensors of other parts, which are neither trained nor sent.
+    stacks_experts: the files have the experts of a layer in two tensors (`stacked_place`).
+    delta_net: some layers have a gated delta net in the place of attention (key layer_types, or
+    full_attention_interval); attention has an output gate, and norms multiply with 1 + weight.
     qk_norm, qkv_bias: norms of each query and key head, biases of queries, keys and values; a text is the config.json
     key that says whether a model has them.
     """
@@ -374,12 +444,17 @@ class Family:
     window: str = ""
     mixture: Mixture | None = None
     latent: bool = False
+    delta_net: bool = False
+    prefix: str = HF_MODEL
+    text_config: str = ""
+    beside: tuple[str, ...] = ()
+    stacks_experts: bool = False
 
     @property
     def expert_names(self) -> tuple[str, ...]:
         """Names, in the files, of an expert's gate, up and down matrix inside a layer, with `{e}`; () if dense."""
         rules = [rule for rule in self.layer if rule.of_expert]
-        return tuple(name.removeprefix(_HF_LAYER).removesuffix(".weight") for rule in rules for name in rule.hf)
+        return tuple(name.rpartition("{i}.")[2].removesuffix(".weight") for rule in rules for name in rule.hf)
 
     @property
     def mixture_name(self) -> str:
@@ -406,8 +481,57 @@ class Family:
         return params
 
     def hf_shapes(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
-        """Every Hugging Face tensor of the model and its shape, in export order."""
+        """Every Hugging Face tensor of the model and its shape, in export order, each expert by itself."""
         return {name: size for param in self.params(shape) for name, size in param.hf_shapes(shape).items()}
+
+    def stored_shapes(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+        """Every tensor of the model as the files have it, and its shape."""
+        sizes = self.hf_shapes(shape)
+        return stacked_shapes(sizes) if self.stacks_experts else sizes
+
+    def stored_rows(self, param: Param, shape: ModelShape) -> list[RowRange]:
+        """The rows of one parameter as `rows_of`, in the tensors of the files: of stacked experts counted over all."""
+        rows = param.rows_of(shape)
+        if not self.stacks_experts or param.expert is None:
+            return rows
+        stacked, sizes = [], param.hf_shapes(shape)
+        for part_rows in rows:
+            place = stacked_place(part_rows.name)
+            assert place is not None, part_rows.name
+            whole, expert, part, parts = place
+            before = (expert * parts + part) * sizes[part_rows.name][0]
+            stacked.append(replace(part_rows, name=whole, hf_start=before + part_rows.hf_start))
+        return stacked
+
+
+_EXPERT_OF_STACK = re.compile(r"(?P<prefix>.*\.experts\.)(?P<expert>\d+)\.(?P<part>gate|up|down)_proj\.weight")
+
+
+def stacked_place(name: str) -> tuple[str, int, int, int] | None:
+    """The place of an expert's tensor in files that stack experts; None if `name` is of no expert.
+
+    Returns (stacked tensor, expert, which of its parts, parts): experts.gate_up_proj [experts, 2 * ffn, hidden], gate
+    rows then up rows, and experts.down_proj [experts, hidden, ffn].
+    """
+    match = _EXPERT_OF_STACK.fullmatch(name)
+    if match is None:
+        return None
+    expert, part = int(match["expert"]), match["part"]
+    if part == "down":
+        return f"{match['prefix']}down_proj", expert, 0, 1
+    return f"{match['prefix']}gate_up_proj", expert, ("gate", "up").index(part), 2
+
+
+def stacked_shapes(sizes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a model's tensors with its experts stacked.  sizes: with each expert by itself."""
+    stacked: dict[str, tuple[int, ...]] = {}
+    for name, (rows, *columns) in sizes.items():
+        if (place := stacked_place(name)) is None:
+            stacked[name] = (rows, *columns)
+        else:
+            whole, expert, _, parts = place
+            stacked[whole] = (expert + 1, parts * rows, *columns)
+    return stacked
 
 
 # Rules that families choose from.
@@ -495,6 +619,31 @@ def experts(hf: str, parts: Sequence[str] = ("gate_proj", "up_proj", "down_proj"
     return mlp("mlp.experts.local_experts.{e}", hf, "expert_ffn", where="mixture", parts=parts)
 
 
+def released(text: Family, model_type: str, *, stacks_experts: bool = False) -> Family:
+    """The family of files of a model with a vision tower, whose language model is of the family `text`.
+
+    The tower's tensors and those of layers that predict further tokens are left as they are.
+    """
+    prefix = "model.language_model."
+
+    def named(rules: Iterable[ParamPattern]) -> tuple[ParamPattern, ...]:
+        return tuple(
+            replace(rule, hf=tuple(prefix + name.removeprefix(HF_MODEL) for name in rule.hf)) for rule in rules
+        )
+
+    return replace(
+        text,
+        model_type=model_type,
+        first=named(text.first),
+        layer=named(text.layer),
+        last=named(text.last),
+        prefix=prefix,
+        text_config="text_config",
+        beside=("model.visual.", *text.beside),
+        stacks_experts=stacks_experts,
+    )
+
+
 # What transformers takes for keys that most families' config.json may leave out. num_key_value_heads None: as many as
 # heads of queries; head_dim None: hidden_size / num_attention_heads.
 _DEFAULTS = {
@@ -520,13 +669,16 @@ def decoder_family(
     mixture: Mixture | None = None,
     mixture_rules: Iterable[ParamPattern] = (),
     attention: Iterable[ParamPattern] | None = None,
+    delta_net: bool = False,
+    beside: Sequence[str] = (),
 ) -> Family:
     """A family of pre-norm decoders with SwiGLU and RMSNorm.
 
     defaults: where they are others than `_DEFAULTS`, or of further keys.
-    attention: rules in place of those of grouped-query attention.
+    attention: rules in place of those of grouped-query attention: of latent attention, or (delta_net) of gated delta
+    nets and the attention between them.
     """
-    latent = attention is not None
+    latent = attention is not None and not delta_net
     flags = [flag for flag in (qk_norm, qkv_bias) if isinstance(flag, str)]
     if attention is None:
         attention = (QKV_WEIGHT, QKV_BIAS, Q_NORM, K_NORM, PROJ)
@@ -543,4 +695,6 @@ def decoder_family(
         window=window,
         mixture=mixture,
         latent=latent,
+        delta_net=delta_net,
+        beside=tuple(beside),
     )

@@ -7,10 +7,11 @@ import math
 import re
 import shutil
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -24,7 +25,10 @@ from scalerl.models.block_scales import (
     without_quantization,
 )
 from scalerl.models.shape import ModelShape, read_config
-from scalerl.models.table import EMBEDDING, HEAD, Family, LazyTensor
+from scalerl.models.table import EMBEDDING, HEAD, HF_MODEL, Family, LazyTensor, stacked_place
+
+if TYPE_CHECKING:
+    import torch
 
 # Buffers that old checkpoints contain and no model needs.
 HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.bias|\.masked_bias|\.attention\.rotary_emb\..*)$")
@@ -33,6 +37,8 @@ SINGLE_NAME = "model.safetensors"
 ADAPTER_NAME = "adapter_config.json"
 # Data types, as safetensors names them, whose numbers are the weights: quantized ones need a rule to multiply them out.
 DTYPES = ("F64", "F32", "BF16", "F16", STORED_DTYPE)
+# How the name of an embedding ends.
+_EMBEDDING = EMBEDDING.hf[0].removeprefix(HF_MODEL)
 # Rows of the head that are compared with the embedding's at a time.
 _COMPARED_ROWS = 4096
 
@@ -121,8 +127,15 @@ class HFWeights:
         """Names of all tensors, sorted."""
         return sorted(self._file_of)
 
+    def unread(self, name: str) -> LazyTensor:
+        """A tensor of the files as it is stored, whose slices are read on access and stay in memory until the end."""
+        return self._slice(name)
+
     def read(self, name: str) -> LazyTensor:
         """The tensor of a name, whose slices are read on access.  Raises ValueError when there is none."""
+        place = stacked_place(name) if name not in self._file_of else None
+        if place is not None and place[0] in self._file_of:
+            return _OfStack(self._slice(place[0]), *place[1:])
         source = self._slice(name)
         num_bytes = _num_bytes(source)
         if self._resident_bytes + num_bytes > self.largest_bytes:
@@ -162,9 +175,10 @@ class HFWeights:
 
         may_have: tensors beside those of the family that are not extra.
         """
-        expected = family.hf_shapes(shape)
+        expected = family.stored_shapes(shape)
         tied_head = set(family.head.hf) if shape.tie_word_embeddings else set()
         unused = tuple(f"model.layers.{shape.num_layers + n}." for n in range(shape.num_prediction_layers))
+        unused += family.beside
         extra = [
             n
             for n in self.names()
@@ -197,9 +211,10 @@ class HFWeights:
 
         tied: tie_word_embeddings.  Reads both tensors, where both are stored.
         """
-        if not tied or not {HEAD.hf[0], EMBEDDING.hf[0]} <= self._file_of.keys():
+        names = [name for name in self._file_of if name.endswith(_EMBEDDING)]
+        if not tied or HEAD.hf[0] not in self._file_of or not names:
             return
-        head, embedding = (self._slice(tensor.hf[0]) for tensor in (HEAD, EMBEDDING))
+        head, embedding = self._slice(HEAD.hf[0]), self._slice(names[0])
         is_same = head.get_shape() == embedding.get_shape() and head.get_dtype() == embedding.get_dtype()
         if is_same and all(
             head[start : start + _COMPARED_ROWS].equal(embedding[start : start + _COMPARED_ROWS])
@@ -207,7 +222,7 @@ class HFWeights:
         ):
             return
         raise ValueError(
-            f"{self.dir} has a {HEAD.hf[0]} that is not {EMBEDDING.hf[0]}, and config.json says tie_word_embeddings: "
+            f"{self.dir} has a {HEAD.hf[0]} that is not {names[0]}, and config.json says tie_word_embeddings: "
             "transformers reads both, SGLang only the embedding; set tie_word_embeddings to false, or take the head out"
         )
 
@@ -240,6 +255,31 @@ class HFWeights:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+@dataclass(frozen=True)
+class _OfStack:
+    """One of the `parts` equal parts of the rows of one expert, in a tensor [experts, rows, columns] of the files."""
+
+    source: Any
+    expert: int
+    part: int
+    parts: int
+
+    def get_shape(self) -> list[int]:
+        _, rows, columns = self.source.get_shape()
+        return [rows // self.parts, columns]
+
+    def get_dtype(self) -> str:
+        return self.source.get_dtype()
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        rows, *columns = index if isinstance(index, tuple) else (index,)
+        count = self.get_shape()[0]
+        start, stop, _ = rows.indices(count)
+        first = self.part * count
+        here = slice(self.expert, self.expert + 1)
+        return self.source[(here, slice(first + start, first + stop), *columns)][0]
 
 
 def _num_bytes(source: Any) -> int:

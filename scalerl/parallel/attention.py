@@ -47,6 +47,16 @@ class RMSNorm(torch.nn.RMSNorm):
         mark(self.weight, sequence_parallel=config.sequence_parallel)
 
 
+class ZeroCentredRMSNorm(RMSNorm):
+    """RMSNorm that multiplies with 1 + weight.
+
+    The weight is kept as the files have it: 1 + weight would lose in bfloat16 what little was learned.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
+
+
 class Rotary:
     """The model's rotary embedding (arXiv 2104.09864), with Llama 3's scaling or YaRN where config.json asks for it."""
 

@@ -44,6 +44,7 @@ def mixture_config(shape: ModelShape, config: MegatronConfig) -> dict[str, Any]:
         "moe_layer_freq": [int(is_mixture) for is_mixture in shape.moe_layers],
         "moe_ffn_hidden_size": shape.moe_ffn_hidden_size,
         "moe_shared_expert_intermediate_size": shape.shared_expert_ffn_hidden_size or None,
+        "moe_shared_expert_gate": shape.shared_expert_gate,
         "moe_router_topk": shape.num_experts_per_token,
         "moe_router_score_function": shape.router_score,
         # Softmax over the chosen experts sums to 1; over all of them, before the choice, it does not.

@@ -6,7 +6,8 @@ Dims: T packed tokens of this cp rank, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +24,14 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
 from scalerl.config.value_checks import show
 from scalerl.errors import UserError
 from scalerl.models import ModelShape, padded_vocab_size
-from scalerl.parallel.attention import PackedAttention, RMSNorm
+from scalerl.parallel.attention import PackedAttention, RMSNorm, ZeroCentredRMSNorm
+from scalerl.parallel.delta_net import GatedDeltaNet, GatedSelfAttention
 from scalerl.parallel.experts import mixture_config, mixture_layer_spec
 from scalerl.parallel.layout import mark
 from scalerl.parallel.megatron_overrides import transformer_values
@@ -64,6 +67,7 @@ def transformer_config(shape: ModelShape, config: MegatronConfig, groups: Groups
         qk_layernorm=shape.qk_norm or bool(latent),
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
+        attention_output_gate=shape.attention_gate,
         gated_linear_unit=True,
         activation_func=F.silu,
         hidden_dropout=0.0,
@@ -134,9 +138,8 @@ def core_attention(config: TransformerConfig, groups: Groups) -> ModuleSpec:
     return ModuleSpec(module=TransformerEngineAttention)
 
 
-def _block(layer_specs: list[ModuleSpec]) -> Any:
+def _block(layer_specs: list[ModuleSpec], norm: Any) -> Any:
     """The spec of all layers, in a form that GPTModel takes although its type does not say so."""
-    norm: Any = RMSNorm
     return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=norm)
 
 
@@ -146,25 +149,25 @@ def build_model(shape: ModelShape, config: TransformerConfig, groups: Groups) ->
         layer = latent_layer_spec()
     else:
         layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
+    norm = ZeroCentredRMSNorm if shape.zero_centred_norms else RMSNorm
     # megatron says only that it is an object.
     submodules: Any = layer.submodules
-    submodules.input_layernorm = RMSNorm
-    submodules.pre_mlp_layernorm = RMSNorm
+    submodules.input_layernorm = norm
+    submodules.pre_mlp_layernorm = norm
     # Checkpoint keys are the parameter names of models/, not transformer-engine's fused ones.
     submodules.sharded_state_dict_keys_map = {}
     attention = submodules.self_attention.submodules
     attention.core_attention = core_attention(config, groups)
     if shape.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    mixture_layer = mixture_layer_spec(layer) if shape.num_experts else layer
-    layers_of_model = [
-        mixture_layer if shape.moe_layers and shape.moe_layers[index] else layer for index in range(shape.num_layers)
-    ]
+        attention.q_layernorm = attention.k_layernorm = norm
+    if shape.attention_gate:
+        submodules.self_attention.module = GatedSelfAttention
+    layers_of_model = _layers(shape, layer, groups)
     chunks = groups.layout.layers(shape.num_layers, groups.coordinates.pp_rank)
     models = [
         GPTModel(
             config,
-            _block([layers_of_model[i] for i in layers]),
+            _block([layers_of_model[i] for i in layers], norm),
             vocab_size=padded_vocab_size(shape.vocab_size, groups.layout.tp_size),
             max_sequence_length=shape.max_position_embeddings,
             pre_process=groups.is_first_stage and index == 0,
@@ -180,6 +183,19 @@ def build_model(shape: ModelShape, config: TransformerConfig, groups: Groups) ->
     if groups.is_last_stage:
         (put_value_head if shape.head == "value" else hand_out_hidden)(models[-1])
     return models
+
+
+def _layers(shape: ModelShape, layer: ModuleSpec, groups: Groups) -> list[ModuleSpec]:
+    """The spec of each layer of the model.  layer: a dense one, with attention."""
+    layers = []
+    for index in range(shape.num_layers):
+        spec = layer
+        if shape.linear_layers and shape.linear_layers[index]:
+            delta_net = ModuleSpec(module=GatedDeltaNet, params={"shape": shape, "groups": groups})
+            submodules = replace(cast("TransformerLayerSubmodules", layer.submodules), self_attention=delta_net)
+            spec = replace(layer, submodules=submodules)
+        layers.append(mixture_layer_spec(spec) if shape.moe_layers and shape.moe_layers[index] else spec)
+    return layers
 
 
 # --- activation recompute ---

@@ -63,14 +63,14 @@ def heads_to_tokens(query: Tensor, key: Tensor, value: Tensor, natural_P: Tensor
         key, value = (tensor.repeat_interleave(repeat, dim=1) for tensor in (key, value))
     if value.shape[2] != query.shape[2]:
         # With latent attention values are narrower than keys.
-        return tuple(_gather_tokens(tensor, natural_P, group) for tensor in (query, key, value))
+        return tuple(gather_tokens(tensor, natural_P, group) for tensor in (query, key, value))
     # One exchange for all three: [t, cp, h / cp, d] each, joined over their heads.
     joined = torch.cat([tensor.unflatten(1, (cp_size, -1)) for tensor in (query, key, value)], dim=2)
     sizes = [tensor.shape[1] // cp_size for tensor in (query, key, value)]
-    return _gather_tokens(joined.flatten(1, 2), natural_P, group).split(sizes, dim=1)
+    return gather_tokens(joined.flatten(1, 2), natural_P, group).split(sizes, dim=1)
 
 
-def _gather_tokens(values: Tensor, natural_P: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gather_tokens(values: Tensor, natural_P: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Exchanges all heads of this rank's tokens for its heads of all tokens: [P / cp, h, d] -> [P, h / cp, d]."""
     by_rank = values.unflatten(1, (group.size(), -1)).transpose(0, 1)
     return _AllToAll.apply(by_rank, group).flatten(0, 1)[natural_P]

@@ -57,6 +57,9 @@ FULL = [
     ("deepseek_v3", "ep2"),
     ("glm4_moe", "ep2"),
     ("glm4_moe_lite", "tp2"),
+    ("qwen3_5_text", "cp2"),
+    ("qwen3_5_moe_text", "ep2"),
+    ("qwen3_next", "tp2"),
 ]
 assert {family for family, _ in CORE + FULL} == set(FAMILIES)
 

@@ -39,7 +39,7 @@ def planned(name: str, memory_bytes: int = GB80) -> tuple[MemoryPlan, list[str]]
 
 def shapes_of(name: str) -> dict[str, ModelShape]:
     actor = ModelShape.from_config(read_config(model_of(name)))
-    return {"actor": actor, "ref": actor, "critic": actor.with_head("value")}
+    return {"actor": actor, "ref": actor} | ({"critic": actor.with_head("value")} if name in WITH_CRITIC else {})
 
 
 @pytest.mark.parametrize("name", sorted(FILES))

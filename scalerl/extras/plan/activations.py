@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from scalerl.config.schema import MegatronConfig
 from scalerl.models import ModelShape
 from scalerl.models.sizes import FLOAT, ITEMSIZE
+from scalerl.parallel.delta_rule import CHUNK
 from scalerl.parallel.layout import Layout
 from scalerl.parallel.logprobs import tokens_of_chunk
 
@@ -64,26 +65,43 @@ class _Sizes:
 
 
 def layer_bytes(
-    shape: ModelShape, layout: Layout, megatron: MegatronConfig, *, is_mixture: bool, on_cpu: bool
+    shape: ModelShape,
+    layout: Layout,
+    megatron: MegatronConfig,
+    *,
+    is_mixture: bool,
+    on_cpu: bool,
+    is_linear: bool = False,
 ) -> LayerBytes:
-    """The bytes of a dense layer, or of one with experts, over which tokens are assumed to be spread evenly."""
+    """The bytes of a dense layer, or of one with experts, over which tokens are assumed to be spread evenly.
+
+    is_linear: it has a gated delta net in the place of attention.
+    """
     with_parts = megatron.sequence_parallel and layout.tp_size > 1
     part = 1 / layout.tp_size if with_parts else 1.0
     sizes = _Sizes(shape, layout, ITEMSIZE[megatron.dtype], part, on_cpu)
     modules = set(megatron.recompute_modules) if megatron.recompute_granularity == "selective" else set()
     return LayerBytes(
-        kept=_layer(sizes, is_mixture, modules),
-        whole=_layer(sizes, is_mixture, set()),
+        kept=_layer(sizes, is_mixture, is_linear, modules),
+        whole=_layer(sizes, is_mixture, is_linear, set()),
         inputs=sizes.hidden,
         working=_working(sizes, is_mixture),
     )
 
 
-def _layer(sizes: _Sizes, is_mixture: bool, recomputed: set[str]) -> float:
+def _layer(sizes: _Sizes, is_mixture: bool, is_linear: bool, recomputed: set[str]) -> float:
     norm = sizes.norm(sizes.shape.hidden_size) * sizes.part
     # A norm that is computed again keeps the residual before it, and not its own output.
     norms = 2 * (sizes.hidden if "layernorm" in recomputed else norm)
-    attention = _latent(sizes, recomputed) if sizes.shape.kv_lora_rank is not None else _grouped(sizes, recomputed)
+    if is_linear:
+        attention = _delta_net(sizes, recomputed)
+    elif sizes.shape.kv_lora_rank is not None:
+        attention = _latent(sizes, recomputed)
+    else:
+        attention = _grouped(sizes, recomputed)
+        # The gate, and what it multiplies.
+        width = sizes.shape.num_attention_heads * sizes.shape.head_dim / sizes.layout.tp_size
+        attention += 2 * sizes.itemsize * width * sizes.shape.attention_gate
     mlp = _mixture(sizes, recomputed) if is_mixture else _dense(sizes, recomputed)
     return norms + attention + mlp
 
@@ -117,6 +135,27 @@ def _grouped(sizes: _Sizes, recomputed: set[str]) -> float:
     # On a CPU the outputs of the calls are put together.
     outputs = 2 * query if sizes.on_cpu else query
     return kept + itemsize * (query + key + joined + outputs) + statistics
+
+
+def _delta_net(sizes: _Sizes, recomputed: set[str]) -> float:
+    """Bytes per token kept of a gated delta net. An estimate: of fla's kernels on a GPU, of torch's rule on a CPU.
+
+    Convolution and rule are of all tokens of all cp ranks, and of as many heads fewer.
+    """
+    shape, tp_size, itemsize = sizes.shape, sizes.layout.tp_size, sizes.itemsize
+    heads = shape.linear_num_value_heads / tp_size
+    key = shape.linear_num_key_heads * shape.linear_key_head_dim / tp_size
+    value = heads * shape.linear_value_head_dim
+    projected = itemsize * (2 * key + 2 * value + 2 * heads)
+    # Input in float32 and output of the convolution.
+    convolved = (FLOAT + itemsize) * (2 * key + value)
+    repeated = heads * shape.linear_key_head_dim
+    if sizes.on_cpu:
+        rule = FLOAT * (6 * CHUNK * heads + 8 * repeated + 4 * value)
+    else:
+        rule = itemsize * (2 * repeated + 2 * value + CHUNK * heads) + 4 * FLOAT * heads
+    normed = 2 * FLOAT * value + itemsize * value
+    return _input_of_linear(sizes, recomputed) + projected + convolved + rule + normed
 
 
 def _latent(sizes: _Sizes, recomputed: set[str]) -> float:
@@ -191,11 +230,17 @@ def kept_bytes(
     The second is the most that its backward pass holds at a time.
     """
     layers = [layer for chunk in layout.layers(shape.num_layers, pp_rank) for layer in chunk]
-    is_mixture = [bool(shape.moe_layers) and shape.moe_layers[layer] for layer in layers]
-    kinds = {
-        kind: layer_bytes(shape, layout, megatron, is_mixture=kind, on_cpu=on_cpu) for kind in sorted(set(is_mixture))
+    kinds = [
+        (bool(shape.moe_layers) and shape.moe_layers[layer], bool(shape.linear_layers) and shape.linear_layers[layer])
+        for layer in layers
+    ]
+    bytes_of_kind = {
+        (is_mixture, is_linear): layer_bytes(
+            shape, layout, megatron, is_mixture=is_mixture, is_linear=is_linear, on_cpu=on_cpu
+        )
+        for is_mixture, is_linear in sorted(set(kinds))
     }
-    bytes_by_layer = [kinds[kind] for kind in is_mixture]
+    bytes_by_layer = [bytes_of_kind[is_mixture, is_linear] for is_mixture, is_linear in kinds]
     groups = _recomputed_together(bytes_by_layer, megatron, layers_per_chunk=len(bytes_by_layer) // layout.vpp_size)
     held, most = sum(group.kept for group in groups), 0.0
     # The last group's backward pass comes first, and frees what the group kept.

@@ -26,6 +26,8 @@ _MIB = 1 << 20
 # tensor (checkpoint.pieces) on its way from or to a device, and buffers of files.
 CHECKPOINT_PIECE_BYTES = 64 * _MIB
 
+# Of a server with gated delta nets.
+STATES = "delta net states"
 # What each part is made of; the report names them.
 SOURCES = {
     "weights": "parameters of the rank x bytes of megatron.dtype",
@@ -40,6 +42,7 @@ SOURCES = {
     "checksums": "experts of a layer, kept until their fused tensors are whole (rollout.verify_weights_every)",
     "server weights": "parameters / rollout.tensor_model_parallel_size x bytes of rollout.dtype",
     "KV cache": "tokens of the cache x layers x key/value heads of the rank x head size x 2",
+    STATES: "max_num_seqs x float32 states of gated delta nets, and the tokens that their convolutions still see",
     "save copy": "bytes of a checkpoint that the rank writes (trainer.async_save), in host memory",
     "server's rest": "assumed: CUDA context, graphs and prefill buffers of a server",
     "process": "assumed: CUDA context, libraries and NCCL",
@@ -343,7 +346,8 @@ def _on_the_cpu(process: int, save_copy: int) -> dict[str, int]:
 
 def _serving(server: ServerBytes, process: int) -> dict[str, int]:
     rest = CONTEXT_BYTES + GRAPH_BYTES if process else 0
-    return {"server weights": server.weights, "KV cache": server.kv_bytes, "server's rest": rest}
+    states = {STATES: server.states} if server.states else {}
+    return {"server weights": server.weights, "KV cache": server.kv_bytes} | states | {"server's rest": rest}
 
 
 def _phases(
@@ -377,7 +381,11 @@ def _phases(
     trained = [_saved(model, stage) for model in models if model.has_optimizer]
     saved = max(trained, key=lambda own: sum((resting | own).values()))
     # Saves and syncs come while a server has its weights, and not its KV cache.
-    resumed = {name: size for name, size in serving.items() if name != "KV cache" or not rollout.free_cache_engine}
+    resumed = {
+        name: size
+        for name, size in serving.items()
+        if name not in ("KV cache", STATES) or not rollout.free_cache_engine
+    }
     save = resting | saved | resumed
     is_short = memory_bytes is not None and sum(save.values()) > memory_bytes
     # Where both do not fit, the server's weights leave for a save, and are sent again.

@@ -25,6 +25,7 @@ KV_GRANULE = 256
 @dataclass(frozen=True)
 class ServerBytes:
     """The bytes that a server takes on one of its devices. kv_token_bytes: of each token of the KV cache.
+    states: of the states of gated delta nets of all sequences at a time.
 
     kv_tokens: of the whole cache, what each replica gets; None where the device's memory is not known, negative where
     not even the weights fit.
@@ -33,6 +34,7 @@ class ServerBytes:
     weights: int
     kv_token_bytes: int
     kv_tokens: int | None
+    states: int = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -55,13 +57,14 @@ def server_bytes(
         whole_shared_experts=ENGINES[config.name].has_whole_shared_experts(config),
     )
     token = kv_token_bytes(shape, config.tensor_model_parallel_size, ITEMSIZE[config.dtype])
+    states = config.max_num_seqs * state_bytes(shape, config.tensor_model_parallel_size, ITEMSIZE[config.dtype])
     if config.kv_cache_tokens is not None:
-        return ServerBytes(weights, token, config.kv_cache_tokens)
+        return ServerBytes(weights, token, config.kv_cache_tokens, states)
     if free_bytes is None:
-        return ServerBytes(weights, token, None)
-    room = int(config.gpu_memory_utilization * (free_bytes - (0 if on_cpu else CONTEXT_BYTES))) - weights
+        return ServerBytes(weights, token, None, states)
+    room = int(config.gpu_memory_utilization * (free_bytes - (0 if on_cpu else CONTEXT_BYTES))) - weights - states
     tokens = int(room * KV_SURE_FRAC) // token // KV_GRANULE * KV_GRANULE
-    return ServerBytes(weights, token, tokens)
+    return ServerBytes(weights, token, tokens, states)
 
 
 def weight_bytes(shape: ModelShape, tp_size: int, itemsize: int, *, whole_shared_experts: bool = False) -> int:
@@ -93,4 +96,13 @@ def kv_token_bytes(shape: ModelShape, tp_size: int, itemsize: int) -> int:
     if shape.kv_lora_rank is not None:
         return shape.num_layers * (shape.kv_lora_rank + (shape.qk_rope_head_dim or 0)) * itemsize
     heads = max(1, shape.num_kv_heads // tp_size)
-    return 2 * shape.num_layers * heads * shape.head_dim * itemsize
+    return 2 * (shape.num_layers - sum(shape.linear_layers)) * heads * shape.head_dim * itemsize
+
+
+def state_bytes(shape: ModelShape, tp_size: int, itemsize: int) -> int:
+    """The bytes of a sequence's states in all gated delta nets, on one rank of a server: float32, and the tokens that
+    the convolution still sees."""
+    key = shape.linear_num_key_heads * shape.linear_key_head_dim
+    value = shape.linear_num_value_heads * shape.linear_value_head_dim
+    seen = (2 * key + value) * max(0, shape.linear_conv_kernel_dim - 1) * itemsize
+    return sum(shape.linear_layers) * (value * shape.linear_key_head_dim * FLOAT + seen) // tp_size

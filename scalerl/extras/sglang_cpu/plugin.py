@@ -1,4 +1,5 @@
-"""SGLang plugin for a CPU: torch's attention without triton, also for DeepSeek, and experts that ranks share.
+"""SGLang plugin for a CPU: torch's attention without triton, also for DeepSeek, experts that ranks share, and gated
+delta nets.
 
 SGLang calls `register` in each of its processes, before it reads its arguments. It finds it by the entry point among
 the import stand-ins (`stand_ins/*.dist-info`), so only if these are on PYTHONPATH.
@@ -30,11 +31,16 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import add_attention_backend_choices
 
+    from scalerl.extras.sglang_cpu.delta_kernels import add_gated, register_kernels
+
+    register_kernels()
     add_attention_backend_choices([ATTENTION_BACKEND])
     register_attention_backend(ATTENTION_BACKEND)(_create_backend)
     # SGLang assumes that triton works with every backend whose name it does not know.
     HookRegistry.register("sglang.srt.utils.common.support_triton", _support_triton, HookType.REPLACE)
     HookRegistry.register("sglang.srt.mem_cache.allocation.get_last_loc", _get_last_loc, HookType.REPLACE)
+    gated_sum = "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add"
+    HookRegistry.register(gated_sum, add_gated, HookType.REPLACE)
     experts = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
     HookRegistry.register(experts, _experts_of_this_rank, HookType.AROUND)
     if multiprocessing.parent_process() is None:

@@ -50,6 +50,8 @@ def on_cpu(launch: Launch, context_length: int) -> tuple[dict[str, Any], dict[st
         # One core per rank; otherwise SGLang needs a NUMA node for each.
         cores = sorted(os.sched_getaffinity(0))
         env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(tp_size))
+    # SGLang would keep the tokens that convolutions of gated delta nets still see in bfloat16.
+    env["SGLANG_MAMBA_CONV_DTYPE"] = config.dtype
     return arguments, env, _rope_changes(launch.model_path)
 
 

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from scalerl.merge import fsdp, main
-from scalerl.models import FAMILIES
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import FAMILIES, make_tiny_model
 
 
 def save(root: Path, family: str, **more: torch.Tensor) -> Path:

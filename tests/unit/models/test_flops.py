@@ -113,6 +113,20 @@ def test_a_critic_has_a_value_head_in_place_of_the_vocabulary(name):
     assert backward - 2 * masked == shape.backward([7])
 
 
+def test_gated_delta_nets_pay_for_their_matrices_and_states():
+    """transformers' linear layers, the pairs of the layers that attend, and three products with each state."""
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8}
+    fields = GQA | MIXTURE | sizes | {"linear_value_head_dim": 10, "shared_expert_intermediate_size": 12}
+    fields |= {"num_hidden_layers": 4, "mlp_only_layers": [1]}
+    config = transformers.Qwen3NextConfig(**fields)
+    model = transformers.Qwen3NextForCausalLM(config)
+    weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    routed = sum(2 * 3 * 32 * 20 + m.gate.weight.numel() for m in model.modules() if hasattr(m, "shared_expert_gate"))
+    pairs, states = 7 * 8 // 2, 3 * 6 * 8 * 10
+    by_hand = 2 * 7 * (weights + routed) + pairs * 2 * 4 * 2 * 16 + 7 * 3 * 2 * states
+    assert flops_shape(ModelShape.from_config(config.to_dict())).forward([7]) == by_hand
+
+
 def test_a_token_pays_for_its_own_experts_only():
     """By hand: all experts would cost 6 / 2 times the two that a token goes to; the router always sees all six."""
     shape = shape_of("qwen3_moe")

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 NUM_ROWS = 32
 # Room for keys of the shortest sequences; longer ones have twice, four times... as much.
@@ -24,44 +24,68 @@ MIN_KEYS = 32
 _EXPERTS_BY_TOKEN = "batched_mm"
 
 
+class DeltaStates(NamedTuple):
+    """What a gated delta net keeps of a sequence, whatever its length: tokens of the convolution, and the state."""
+
+    conv: Tensor
+    state: Tensor
+
+
 class SequenceCache:
-    """Keys and values of one sequence.  layers: of each layer, [heads, room, d]; they are zero from `length` on."""
+    """Keys and values of one sequence, or the states of a gated delta net.
 
-    def __init__(self, length: int, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
+    layers: of each layer, [heads, room, d]; they are zero from `length` on.
+    """
+
+    def __init__(self, length: int, layers: Sequence[tuple[Tensor, Tensor] | DeltaStates]) -> None:
         """Copies keys and values [heads, length, d] of each layer, with room for the next token."""
-        self.length = length
-        self.layers = [(_with_room(keys, length), _with_room(values, length)) for keys, values in layers]
-
-    @property
-    def room(self) -> int:
-        return self.layers[0][0].shape[1]
+        self.length, self.layers = length, list(layers)
+        self._give_room()
 
     def make_room(self) -> None:
         """Makes room for one more token."""
         if self.length == self.room:
-            self.layers = [
-                (_with_room(keys, self.length), _with_room(values, self.length)) for keys, values in self.layers
-            ]
+            self._give_room()
+
+    def _give_room(self) -> None:
+        self.room = _room(self.length)
+        self.layers = [
+            layer if isinstance(layer, DeltaStates) else (self._with_room(layer[0]), self._with_room(layer[1]))
+            for layer in self.layers
+        ]
+
+    def _with_room(self, states: Tensor) -> Tensor:
+        return _with_room(states, self.length, self.room)
 
 
-def _with_room(states: Tensor, length: int) -> Tensor:
+def _room(length: int) -> int:
     room = MIN_KEYS
     while room <= length:
         room *= 2
+    return room
+
+
+def _with_room(states: Tensor, length: int, room: int) -> Tensor:
     # Zeros, as a number that is not finite would reach the neighbours of a masked place.
     padded = states.new_zeros(states.shape[0], room, states.shape[2])
     padded[:, :length] = states[:, :length]
     return padded
 
 
-def prefill(model: PreTrainedModel, prompt: Sequence[int]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """Computes a prompt: the logits [V] of its next token, and each layer's keys and values [heads, T, d]."""
-    cache = DynamicCache()
+def prefill(model: PreTrainedModel, prompt: Sequence[int]) -> tuple[Tensor, list[tuple[Tensor, Tensor] | DeltaStates]]:
+    """Computes a prompt: the logits [V] of its next token, and each layer's keys and values [heads, T, d] or states."""
+    has_states = "linear_attention" in (getattr(model.config, "layer_types", None) or ())
+    cache = DynamicCache(config=model.config) if has_states else DynamicCache()
     ids = torch.tensor([list(prompt)], device=model.device)
     logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-    # All layers of a dynamic cache have keys and values.
+    # All layers of a dynamic cache have keys and values, or states.
     layers: list[Any] = cache.layers
-    return logits[0, 0], [(layer.keys[0], layer.values[0]) for layer in layers]
+    return logits[0, 0], [
+        DeltaStates(layer.conv_states[0], layer.recurrent_states[0])
+        if isinstance(layer, LinearAttentionLayer)
+        else (layer.keys[0], layer.values[0])
+        for layer in layers
+    ]
 
 
 def decode(model: PreTrainedModel, caches: Sequence[SequenceCache], tokens: Sequence[int]) -> Tensor:
@@ -84,14 +108,20 @@ def _pass(model: PreTrainedModel, caches: Sequence[SequenceCache], tokens: Seque
     """Logits [len(caches), V] of a forward pass of NUM_ROWS rows: the sequences, and the first one again as padding."""
     padding, device = NUM_ROWS - len(caches), model.device
     lengths_R = torch.tensor([cache.length for cache in caches] + [caches[0].length] * padding, device=device)
-    layers = [_PassLayer(caches, number) for number in range(len(caches[0].layers))]
+    layers: list[Any] = [
+        (_PassStates if isinstance(layer, DeltaStates) else _PassLayer)(caches, number)
+        for number, layer in enumerate(caches[0].layers)
+    ]
     logits_RV = model(
         input_ids=torch.tensor([*tokens, *[tokens[0]] * padding], device=device)[:, None],
         attention_mask=_mask(model, lengths_R, caches[0].room),
         position_ids=lengths_R[:, None],
-        past_key_values=Cache(layers=list(layers)),
+        past_key_values=Cache(layers=layers),
         use_cache=True,
     ).logits[:, -1]
+    for layer in layers:
+        if isinstance(layer, _PassStates):
+            layer.give_back()
     for cache in caches:
         cache.length += 1
     return logits_RV[: len(caches)]
@@ -153,3 +183,22 @@ class _PassLayer(CacheLayerMixin):
 
     def get_max_cache_shape(self) -> int:
         return self._states[0][0].shape[1]
+
+
+class _PassStates(LinearAttentionLayer):
+    """One gated delta net's states of a pass, [NUM_ROWS, ...], which the pass changes."""
+
+    def __init__(self, caches: Sequence[SequenceCache], number: int) -> None:
+        super().__init__()
+        self._caches, self._number = caches, number
+        mine: list[Any] = [cache.layers[number] for cache in caches]
+        conv, states = zip(*mine, *[mine[0]] * (NUM_ROWS - len(mine)), strict=True)
+        self.conv_states, self.recurrent_states = torch.stack(conv), torch.stack(states)
+        self.dtype, self.device = self.conv_states.dtype, self.conv_states.device
+        self.is_conv_states_initialized = self.is_recurrent_states_initialized = self.has_previous_state = True
+
+    def give_back(self) -> None:
+        """Gives each sequence its states after the pass."""
+        assert self.conv_states is not None and self.recurrent_states is not None
+        for cache, conv, state in zip(self._caches, self.conv_states, self.recurrent_states, strict=False):
+            cache.layers[self._number] = DeltaStates(conv, state)

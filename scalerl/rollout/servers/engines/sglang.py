@@ -17,7 +17,8 @@ from scalerl.config import server_violations
 from scalerl.config.schema import RolloutConfig, ServerConfig
 from scalerl.config.suggestions import divisors_text
 from scalerl.errors import UserError
-from scalerl.models import Family, HFWeights, family_named, read_config, weight_block
+from scalerl.models import Family, HFWeights, family_named, family_of, read_config, weight_block
+from scalerl.models.shape import attention_interval
 from scalerl.rollout.servers.engines.base import Call, Command, Engine, Launch, check_context_length
 from scalerl.rollout.servers.requests import FLATTENED, GenerateRequest
 from scalerl.rollout.servers.sglang.placement_arguments import (
@@ -52,6 +53,8 @@ NEEDED_CONFIG: dict[str, dict[str, Any]] = {
 # With what SGLang on a GPU keeps experts as they are loaded, so that their checksums are known, beside the kernels of
 # `plain_runner`: Triton's with the activation fused in reorder their rows.
 PLAIN_EXPERTS_ENVIRONMENT = {"SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0"}
+# Of a layer, in config.json's layer_types.
+_ATTENDS = "full_attention"
 # On a GPU SGLang may put DeepSeek-V3's shared experts among the routed ones.
 SHARED_EXPERTS_APART = {"disable_shared_experts_fusion": True}
 
@@ -102,7 +105,8 @@ class SGLangEngine(Engine):
             arguments["mem_fraction_static"] = _memory_fraction(config)
             arguments["enable_memory_saver"] = launch.releases_memory
             if launch.synced and (family := _checked_mixture(config, launch.model_path)) is not None:
-                arguments |= SHARED_EXPERTS_APART if family.mixture and family.mixture.shared else {}
+                has_shared = family.mixture and (family.mixture.shared or family.mixture.shared_ffn)
+                arguments |= SHARED_EXPERTS_APART if has_shared else {}
                 arguments[RUNNER] = plain_runner(_own_arguments(config.engine_kwargs))
                 env |= PLAIN_EXPERTS_ENVIRONMENT
             if launch.gpu_ids is not None:
@@ -189,6 +193,8 @@ class SGLangEngine(Engine):
             )
         if shape.num_experts:
             yield from _mixture_violations(config, shape, section, device, verify_weights_every)
+        if shape.linear_layers:
+            yield from _delta_net_violations(shape, section, device, verify_weights_every)
         if verify_weights_every:
             own = _own_arguments(config.engine_kwargs)
             for argument, effect in unknown_places(own, shape.model_type, is_mixture=bool(shape.num_experts)):
@@ -230,6 +236,9 @@ def _needed_changes(model_path: str) -> dict[str, Any]:
         return {}
     family = family_named(config.get("model_type"))
     needed = NEEDED_CONFIG.get(family.model_type, {}) if family else {}
+    if family and family.delta_net and (kinds := config.get("layer_types")):
+        # Of layer_types, which transformers writes, SGLang makes nothing.
+        needed = needed | {"full_attention_interval": attention_interval([kind == _ATTENDS for kind in kinds])}
     return {key: value for key, value in needed.items() if key not in config}
 
 
@@ -256,19 +265,39 @@ def _checked_mixture(config: ServerConfig, model_path: str) -> Family | None:
 def _mixture_violations(
     config: ServerConfig, shape: ModelShape, section: str, device: str, verify_weights_every: int
 ) -> Iterator[str]:
-    if shape.model_type == "qwen3_moe" and not all(shape.moe_layers):
+    if shape.model_type in ("qwen3_moe", "qwen3_next") and not all(shape.moe_layers):
         dense = [layer for layer, is_mixture in enumerate(shape.moe_layers) if not is_mixture]
         yield (
-            f"{section}.name = sglang: SGLang gives every layer of a qwen3_moe model experts, this one "
-            f"has none in layers {', '.join(map(str, dense[:5]))}{'...' if len(dense) > 5 else ''} (mlp_only_layers, "
-            "decoder_sparse_step); it would sample from random weights. Set it to embedded"
+            f"{section}.name = sglang: SGLang gives every layer of a {shape.model_type} model experts, this "
+            f"one has none in layers {', '.join(map(str, dense[:5]))}{'...' if len(dense) > 5 else ''} "
+            "(mlp_only_layers, decoder_sparse_step); it would sample from random weights. Set it to embedded"
         )
     own = _own_arguments(config.engine_kwargs)
     yield from _expert_parallel_violations(own, config, shape, section, device)
-    if verify_weights_every and shape.model_type not in MIXTURES:
+    if verify_weights_every and shape.model_type not in MIXTURES and not family_of(shape).text_config:
         yield (
             f"{section}.verify_weights_every = {verify_weights_every}: the checksums of an SGLang server are not known "
             f"for a {shape.model_type} model (known: dense models and {', '.join(MIXTURES)}); set it to 0"
+        )
+
+
+def _delta_net_violations(shape: ModelShape, section: str, device: str, verify_weights_every: int) -> Iterator[str]:
+    if attention_interval([not is_linear for is_linear in shape.linear_layers]) is None:
+        yield (
+            f"{section}.name = sglang: SGLang lets every n-th layer of a {shape.model_type} model attend, and this one "
+            "attends in others too (layer_types); set it to embedded"
+        )
+    if not family_of(shape).text_config:
+        return
+    if device == "cpu":
+        yield (
+            f"{section}.name = sglang: SGLang's vision tower of a {shape.model_type} model is for GPUs alone; set "
+            f"it to embedded, or give the language model alone (model_type {shape.model_type}_text)"
+        )
+    elif verify_weights_every:
+        yield (
+            f"{section}.verify_weights_every = {verify_weights_every}: the checksums of an SGLang server are not known "
+            f"for a {shape.model_type} model, which has a vision tower; set it to 0"
         )
 
 

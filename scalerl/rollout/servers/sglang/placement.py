@@ -2,7 +2,7 @@
 
 q, k, v and gate, up are fused, and a rank's experts of a layer are in two tensors; heads, MLP widths and vocabulary are
 divided over its ranks, experts too with expert parallelism. Of latent attention (DeepSeek-V3) the two down projections
-are fused, whole on every rank.
+are fused, whole on every rank. Of a gated delta net queries, keys and values are cut each by itself.
 """
 
 from __future__ import annotations
@@ -39,7 +39,25 @@ NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Of a router; SGLang stores it in float32 whatever the model's dtype.
 ROUTER_BIAS = "e_score_correction_bias"
 
+# Of a gated delta net: (SGLang's parameter, position in it, positions, how it is cut; see `_shard`).
+DELTA_NET = {
+    "in_proj_qkv.weight": ("in_proj_qkvz.weight", 0, 2, "heads"),
+    "in_proj_z.weight": ("in_proj_qkvz.weight", 1, 2, "rows"),
+    "in_proj_b.weight": ("in_proj_ba.weight", 0, 2, "rows"),
+    "in_proj_a.weight": ("in_proj_ba.weight", 1, 2, "rows"),
+    "in_proj_qkvz.weight": ("in_proj_qkvz.weight", 0, 1, "rows"),
+    "in_proj_ba.weight": ("in_proj_ba.weight", 0, 1, "rows"),
+    "conv1d.weight": ("conv1d.weight", 0, 1, "heads"),
+    "A_log": ("A_log", 0, 1, "rows"),
+    "dt_bias": ("dt_bias", 0, 1, "rows"),
+    "norm.weight": ("norm.weight", 0, 1, "whole"),
+    "out_proj.weight": ("out_proj.weight", 0, 1, "columns"),
+}
+DECAY = ".linear_attn.A_log"
+
 _NAME = re.compile(r"^(?P<prefix>.*?)(?P<module>[a-z_]+)\.(?P<leaf>weight|bias|e_score_correction_bias)$")
+_DELTA_NAME = re.compile(r"^(?P<prefix>.*\.linear_attn\.)(?P<part>.+)$")
+_ZERO_CENTRED_NORM = re.compile(r"^(?P<prefix>(?!.*\.linear_attn\.).*norm\.)weight$")
 _EXPERT_NAME = re.compile(r"^(?P<prefix>.*\.experts\.)(?P<expert>\d+)\.(?P<part>[a-z0-9_]+)\.weight$")
 
 
@@ -59,7 +77,7 @@ class SGLangPlacement(Placement):
 
     def stored_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         is_router = name.endswith(".mlp.gate.weight") and self._config.get("model_type") in FLOAT32_ROUTERS
-        return torch.float32 if is_router or name.endswith(ROUTER_BIAS) else dtype
+        return torch.float32 if is_router or name.endswith((ROUTER_BIAS, DECAY)) else dtype
 
     def parts(self, name: str, tensor: Tensor, ranks: Sequence[int]) -> Iterator[tuple[int, TensorPlace, Tensor]]:
         if self._config.get("tie_word_embeddings") and name == "lm_head.weight":
@@ -71,6 +89,10 @@ class SGLangPlacement(Placement):
         place, cut = self._place(name)
         for rank in ranks:
             yield rank, place, self._shard(cut, tensor, rank)
+        if self._family is not None and self._family.delta_net and (norm := _ZERO_CENTRED_NORM.match(place.name)):
+            # SGLang keeps what it multiplies with, too.
+            for rank in ranks:
+                yield rank, TensorPlace(f"{norm['prefix']}gemma_weight"), tensor + 1.0
 
     def _parts_of_expert(
         self, name: re.Match[str], tensor: Tensor, ranks: Sequence[int]
@@ -87,6 +109,13 @@ class SGLangPlacement(Placement):
 
     def _place(self, name: str) -> tuple[TensorPlace, str]:
         """The place of a tensor that is no expert's, and how it is divided over the ranks (see `_shard`)."""
+        if self._family is not None and self._family.delta_net:
+            delta = _DELTA_NAME.match(name)
+            if delta is not None and delta["part"] in DELTA_NET:
+                parameter, position, count, cut = DELTA_NET[delta["part"]]
+                return TensorPlace(delta["prefix"] + parameter, position, count), cut
+            # SGLang's layers are their attention.
+            name = name.replace(".self_attn.", ".")
         match = _NAME.match(name)
         is_latent = self._family is not None and self._family.latent
         has_bias = self._family is not None and self._family.mixture is not None and self._family.mixture.bias
@@ -135,9 +164,17 @@ class SGLangPlacement(Placement):
             return self._vocab_shard(tensor, rank)
         if cut == "kv_rows":
             return self._kv_shard(tensor, rank)
+        if cut == "heads":
+            return self._heads_shard(tensor, rank)
         if cut.startswith("width"):
             return self._width_shard(tensor, 1 if cut == "width_columns" else 0, rank, self.num_ranks)
         return _slice(tensor, 1 if cut == "columns" else 0, rank, self.num_ranks)
+
+    def _heads_shard(self, tensor: Tensor, rank: int) -> Tensor:
+        """A rank's rows of a gated delta net's queries, of its keys and of its values, which follow each other."""
+        keys = self._config["linear_num_key_heads"] * self._config["linear_key_head_dim"]
+        sections = tensor.split([keys, keys, len(tensor) - 2 * keys])
+        return torch.cat([_slice(section, 0, rank, self.num_ranks) for section in sections])
 
     def _vocab_shard(self, tensor: Tensor, rank: int) -> Tensor:
         """A rank's rows of the vocabulary, which is padded with zeros at its end."""

@@ -1,0 +1,39 @@
+"""The family of Qwen3.5 and 3.6 with experts in every layer: Qwen3.5's layers, and a shared expert with a gate."""
+
+from __future__ import annotations
+
+from scalerl.models.mixture import Mixture
+from scalerl.models.qwen3_5 import ATTENTION, DEFAULTS
+from scalerl.models.table import ParamPattern, decoder_family, experts, mlp, released, router
+
+MIXTURE_RULES = (
+    router("mlp.gate"),
+    *mlp("mlp.shared_experts", "mlp.shared_expert", "shared_ffn", where="mixture"),
+    ParamPattern(
+        "decoder.layers.{i}.mlp.shared_experts.gate_weight",
+        ("model.layers.{i}.mlp.shared_expert_gate.weight",),
+        "replicated",
+        (("value", "hidden"),),
+        "mixture",
+    ),
+    *experts("mlp.experts.{e}"),
+)
+
+FAMILY = decoder_family(
+    "qwen3_5_moe_text",
+    qk_norm=True,
+    # No layer is dense, and config.json says no width of one.
+    defaults=DEFAULTS | {"num_key_value_heads": 2, "intermediate_size": 512},
+    refused=("attention_bias",),
+    attention=ATTENTION,
+    delta_net=True,
+    beside=("mtp.",),
+    mixture=Mixture(
+        experts=("num_experts", "num_local_experts"),
+        expert_ffn="moe_intermediate_size",
+        shared_ffn="shared_expert_intermediate_size",
+    ),
+    mixture_rules=MIXTURE_RULES,
+)
+# The released files: with a vision tower.
+RELEASED = released(FAMILY, "qwen3_5_moe", stacks_experts=True)
