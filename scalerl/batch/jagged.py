@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,9 +64,13 @@ class Jagged:
         return {"values": self.values.numpy(), "cu_seqlens": self.cu_seqlens.numpy(), "per_token": self.per_token}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Arrays from the object store are read-only; a copy may be changed in place.
+        # Arrays from the object store are read-only; a copy may be changed in place. The experts of tokens (two more
+        # dims) are larger than all else, and are not copied: all ranks of a node read them where they are.
         for name in ("values", "cu_seqlens"):
-            object.__setattr__(self, name, torch.from_numpy(state[name].copy()))
+            array = state[name]
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+                object.__setattr__(self, name, torch.from_numpy(array if array.ndim > 2 else array.copy()))
         object.__setattr__(self, "per_token", state["per_token"])
 
 

@@ -187,7 +187,7 @@ class Router(TopKRouter):
         assert self.layer_number is not None
         routing, layer = self.micro_batch, self.layer_number - 1
         if routing is not None and routing.replayed is not None:
-            replayed_TK = routing.replayed[layer]
+            replayed_TK = routing.replayed[layer].to(scores_TE.device, non_blocking=True)
             known_T = is_known(replayed_TK)
             if self.training and torch.is_grad_enabled():
                 routing.count_replays(experts_TK, replayed_TK, known_T)

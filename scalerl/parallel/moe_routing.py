@@ -31,8 +31,8 @@ class Routing:
     rows: [t] int64, for each token of this cp rank its row of the micro-batch, -1 for padding.
 
     num_update_tokens: of all micro-batches and dp ranks of the update.
-    replayed: layer -> [t / tp, k] experts to take, the router's own where they are not known (`is_known`);
-    of this rank's layers; None: all its own.
+    replayed: layer -> [t / tp, k] experts to take, in host memory, the router's own where they are not known
+    (`is_known`); of this rank's layers; None: all its own.
     recorded: layer -> [t / tp, k] experts that were taken; None: nothing is recorded.
     loss_sums: of this rank's layers and tokens, before the coefficients, by name of LOSS_COEFFICIENTS.
     replays: [2] of this rank's layers and tokens, how many experts were replayed, and how many of these the routers
@@ -73,8 +73,8 @@ def add_routing(
 ) -> None:
     """Fills in packing.routing of each micro-batch.
 
-    routed_experts: what routers replay, [T, layers, k] of the shard; a rank takes those of its tokens and layers to its
-    device.  layers: of this rank, those with experts.
+    routed_experts: what routers replay, [T, layers, k] of the shard; a rank keeps those of its tokens and layers.
+    layers: of this rank, those with experts.
 
     Collective over dp if with_losses, which need the number of tokens of the whole update.
     """
@@ -91,18 +91,21 @@ def add_routing(
             recorded={} if record else None,
         )
         if routed_experts is not None:
-            experts_TLK = routed_experts.select(batch.rows).values[:, list(layers)].to(batch.input_ids.device)
+            experts_TLK = routed_experts.select(batch.rows).values[:, list(layers)]
             mine = _of_cp_rank(batch, experts_TLK, groups, padding=unknown_number(experts_TLK.dtype))
             if sequence_parallel:
                 mine = mine.chunk(groups.layout.tp_size)[groups.coordinates.tp_rank]
-            # A layer's tokens end to end.
-            batch.packing.routed.replayed = dict(zip(layers, mine.transpose(0, 1).contiguous(), strict=True))
+            # A layer's tokens end to end; they go to the device when that layer needs them.
+            by_layer = mine.transpose(0, 1).contiguous()
+            if batch.input_ids.is_cuda:
+                by_layer = by_layer.pin_memory()
+            batch.packing.routed.replayed = dict(zip(layers, by_layer, strict=True))
 
 
 def _of_cp_rank(batch: MicroBatch, values_T: Tensor, groups: Groups, *, padding: int) -> Tensor:
     """Selects this cp rank's part of the real tokens' values, with a number for padding."""
     values_P = values_T.new_full((batch.num_tokens + batch.num_padded_tokens, *values_T.shape[1:]), padding)
-    values_P[batch.token_indices] = values_T
+    values_P[batch.token_indices.to(values_T.device)] = values_T
     return values_P.unflatten(0, (groups.layout.cp_size, -1))[groups.coordinates.cp_rank]
 
 

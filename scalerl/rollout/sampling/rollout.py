@@ -280,7 +280,7 @@ class HybridRollout:
     def dump(self, samples: HeldRows, batch: PlacedBatch, path: Path) -> None:
         """Writes the samples as parquet, with the trainer's columns of `batch`, which holds the same rows. Each rollout
         worker writes a file with some of the rows."""
-        made = [column for name, column in batch.columns.items() if name != TOKENS]
+        made = [column for name, column in batch.columns.items() if name not in (TOKENS, ROUTED_EXPERTS.name)]
         columns = batch.samples | update_columns(batch.plans["actor"])
         ranges = even_ranges(len(samples), self.workers.num_dump_files)
         with files_at(path, len(ranges)) as files:

@@ -543,5 +543,5 @@ def test_converted_weights_are_refused_once_where_they_are_used():
 
 
 def test_what_is_refused_of_verl_hides_no_broken_rule():
-    messages = violations([*REQUIRED, f"{ACTOR}.router_replay.mode=R3", f"{ACTOR}.policy_loss.loss_mode=cppo"])
+    messages = violations([*REQUIRED, f"{ACTOR}.router_replay.mode=R2", f"{ACTOR}.policy_loss.loss_mode=cppo"])
     assert len(messages) == 2 and "no such policy loss" in messages[1] and "Did you mean" not in messages[1]
