@@ -234,9 +234,11 @@ def update_with_losses(
 def test_losses_of_many_layers(tmp_path: Path, layout: dict[str, int]) -> None:
     options = {"vocab_size": VOCAB_SIZE, "initializer_range": 0.1, "num_experts": 8, "num_layers": 4}
     path = make_tiny_model(tmp_path / "qwen3_moe", "qwen3_moe", **options)
-    expected = expected_update(path)
-    for update in run_ranks(layout["world_size"], update_with_losses, str(path), layout, {}):
-        assert_same(update, expected)
+    given = other_experts(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager"))
+    for replayed in (None, given):
+        expected = expected_update(path, replayed)
+        for update in run_ranks(layout["world_size"], update_with_losses, str(path), layout, {}, replayed):
+            assert_same(update, expected)
 
 
 def test_a_loss_without_a_coefficient_is_not_reported(model: Path, expected: Update) -> None:
@@ -282,6 +284,7 @@ def measure(model: str, layout: dict[str, int], given: list[Tensor]) -> dict[str
     return replayed | {"replayed": losses_and_gradients(rank, given)}
 
 
+@torch.no_grad()
 def other_experts(hf: PreTrainedModel) -> list[Tensor]:
     """[T, layers, 2] for each row: one of the best two, or none of them; of every third token no choice."""
     given = []

@@ -13,7 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scalerl.errors import UserError
 from scalerl.models.routing import RoutingShape, is_known
+from scalerl.rollout.sampling.policy_servers import require_experts
+from scalerl.rollout.servers.client import RolloutClient
 from scalerl.rollout.servers.engines import ENGINES
 from scalerl.rollout.servers.requests import (
     GenerateOutput,
@@ -151,3 +154,10 @@ def test_rows_that_cannot_be_the_answers_are_refused(got: dict[str, Any], messag
     (slot,) = slots_of(REQUEST, 100)
     with pytest.raises(RolloutError, match=f"request 'p' sample 0: .*{message}.*algorithm.routing_replay"):
         output_of(slot, got, undone_by_abort=ON_SGLANG)
+
+
+def test_a_server_that_ends_at_the_first_request_for_experts_is_refused_with_the_key() -> None:
+    """As SGLang's does where the routers of a model have no number."""
+    gone = RolloutClient("http://127.0.0.1:9", "sglang", key="", max_model_len=8, timeout_s=5.0)
+    with pytest.raises(UserError, match=r"set algorithm\.routing_replay=null"):
+        require_experts(gone, ROUTING, "models/mixture")

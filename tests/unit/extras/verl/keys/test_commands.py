@@ -162,6 +162,16 @@ RENAMED = [
     ("critic.model.fsdp_config.mixed_precision.param_dtype=fp32", [], ["critic.megatron.dtype=float32"]),
     (f"{ACTOR}.use_gpg_loss=True", [], [f"{ACTOR}.policy_loss.loss_mode=gpg"]),
     (
+        f"{ACTOR}.router_replay.mode=R3",
+        [f"{ROLLOUT}.enable_rollout_routing_replay=True"],
+        ["algorithm.routing_replay=rollout"],
+    ),
+    (
+        f"{ROLLOUT}.enable_rollout_routing_replay=True",
+        [f"{ACTOR}.router_replay.mode=R3"],
+        ["algorithm.routing_replay=rollout"],
+    ),
+    (
         f"+{ROLLOUT}.enable_expert_parallel=True",
         [f"{ROLLOUT}.tensor_model_parallel_size=2"],
         [f"{ROLLOUT}.engine_kwargs.sglang.ep_size=${{{ROLLOUT}.tensor_model_parallel_size}}"],
