@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,10 +69,14 @@ class Jagged:
         # dims) are larger than all else, and are not copied: all ranks of a node read them where they are.
         for name in ("values", "cu_seqlens"):
             array = state[name]
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-                object.__setattr__(self, name, torch.from_numpy(array if array.ndim > 2 else array.copy()))
+            object.__setattr__(self, name, _shared(array) if array.ndim > 2 else torch.from_numpy(array.copy()))
         object.__setattr__(self, "per_token", state["per_token"])
+
+
+def _shared(array: np.ndarray) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(array)
 
 
 def cu_seqlens_of(lengths: Sequence[int] | Tensor) -> Tensor:

@@ -275,10 +275,10 @@ def slots_of(request: GenerateRequest, max_model_len: int) -> list[Slot]:
 
 
 def _routed_tokens(request: GenerateRequest, output: GenerateOutput | None) -> RoutedTokens | None:
-    from scalerl.rollout.servers.routing import RoutedTokens
-
     if request.routing is None:
         return None
+    from scalerl.rollout.servers.routing import RoutedTokens
+
     rows = None if output is None else output.routed_experts
     num_tokens = len(request.input_ids) + (0 if output is None else len(output.output_ids))
     return RoutedTokens(
