@@ -58,7 +58,7 @@ TOKEN_ADVANTAGES = _tokens("advantages", "float32", "advantage of the token")
 ROLLOUT_IS_WEIGHTS = _tokens("rollout_is_weights", "float32", "weight of the token's loss that corrects the sampler")
 LOSS_MASK = _tokens("loss_mask", "bool", "response_mask without the tokens that the correction rejects")
 SELECTED = _tokens("selected", "bool", "whether the token has one of the greatest covariances (clip_cov, kl_cov)")
-ROUTED_EXPERTS = _tokens("routed_experts", "int32", "experts that the routers chose; -1: unknown", "T, layers, k")
+ROUTED_EXPERTS = _tokens("routed_experts", "uint8", "experts that routers chose (models/routing.py)", "T, layers, k")
 
 # --- samples: what the rollout makes ---
 UID = _samples("uid", "int64", "number of the sample's group, unique in a run")

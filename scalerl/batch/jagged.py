@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,10 +65,18 @@ class Jagged:
         return {"values": self.values.numpy(), "cu_seqlens": self.cu_seqlens.numpy(), "per_token": self.per_token}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Arrays from the object store are read-only; a copy may be changed in place.
+        # Arrays from the object store are read-only; a copy may be changed in place. The experts of tokens (two more
+        # dims) are larger than all else, and are not copied: all ranks of a node read them where they are.
         for name in ("values", "cu_seqlens"):
-            object.__setattr__(self, name, torch.from_numpy(state[name].copy()))
+            array = state[name]
+            object.__setattr__(self, name, _shared(array) if array.ndim > 2 else torch.from_numpy(array.copy()))
         object.__setattr__(self, "per_token", state["per_token"])
+
+
+def _shared(array: np.ndarray) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(array)
 
 
 def cu_seqlens_of(lengths: Sequence[int] | Tensor) -> Tensor:

@@ -24,17 +24,19 @@ class EngineTraits:
     compiles_kernels: on a GPU its servers compile kernels, so each node needs nvcc and ninja.
     repeats_draws: a sample's tokens follow from its seed and the weights, so that a resumed run has the same ones.
     answers_openai: its server has OpenAI's API too, so that `scalerl serve` can run it; the first such engine is taken.
+    returns_experts: its servers say which experts their routers chose (algorithm.routing_replay).
     """
 
     spans_nodes: bool = False
     compiles_kernels: bool = False
     repeats_draws: bool = False
     answers_openai: bool = False
+    returns_experts: bool = False
 
 
 # The value of rollout.name, which is also the module of `rollout.servers.engines` with its `ENGINE` -> traits.
 ROLLOUT_ENGINES = {
-    "sglang": EngineTraits(spans_nodes=True, compiles_kernels=True, answers_openai=True),
+    "sglang": EngineTraits(spans_nodes=True, compiles_kernels=True, answers_openai=True, returns_experts=True),
     "embedded": EngineTraits(repeats_draws=True),
 }
 

@@ -20,6 +20,7 @@ from scalerl.models import Head, ModelShape, family_of
 from scalerl.parallel import platform
 from scalerl.parallel.attention import Rotary
 from scalerl.parallel.expert_weights import named_gradients, router_biases
+from scalerl.parallel.experts import layers_with_routers
 from scalerl.parallel.export import Needed, export_buckets
 from scalerl.parallel.layout import Groups
 from scalerl.parallel.loading import load_hf_weights, local_params
@@ -27,7 +28,7 @@ from scalerl.parallel.logprobs import linear_logprobs
 from scalerl.parallel.megatron_overrides import megatron_values
 from scalerl.parallel.micro_batch import MicroBatch, by_length, pack_rows, run_schedule, unpack
 from scalerl.parallel.model import build_model, output_weight, transformer_config, whole_hidden
-from scalerl.parallel.moe_routing import add_routing, recorded_experts, router_losses
+from scalerl.parallel.moe_routing import add_routing, recorded_experts, router_losses, routing_agreement
 from scalerl.parallel.offload import GRADS, OPTIMIZER, PARAMS, PARTS, Offload
 from scalerl.parallel.optimizer import (
     Gradient,
@@ -173,12 +174,23 @@ class MegatronEngine:
             tp_size=layout.tp_size, cp_size=layout.cp_size, sequence_parallel=self.config.sequence_parallel
         )
         cp_part = {"cp_size": layout.cp_size, "cp_rank": self.groups.coordinates.cp_rank}
+        # A rank needs a small part of the experts' column, which is larger than all others.
+        columns = {name: column for name, column in shard.tokens.items() if name != ROUTED_EXPERTS.name}
+        rest = DataProto(columns, shard.samples)
         packed = [
-            pack_rows(shard, by_length(shard, rows), device=self.device, alignment=alignment, **cp_part)
+            pack_rows(rest, by_length(rest, rows), device=self.device, alignment=alignment, **cp_part)
             for rows in micro_batches
         ]
         if self.shape.num_experts:
-            add_routing(packed, self.groups, record=record_routing, with_losses=torch.is_grad_enabled())
+            add_routing(
+                packed,
+                self.groups,
+                routed_experts=shard.tokens.get(ROUTED_EXPERTS.name),
+                layers=layers_with_routers(self.chunks),
+                sequence_parallel=self.config.sequence_parallel,
+                record=record_routing,
+                with_losses=torch.is_grad_enabled(),
+            )
         return packed
 
     @torch.no_grad()
@@ -247,7 +259,8 @@ class MegatronEngine:
         """Does one optimizer update and returns its metrics.
 
         These are the objective's metrics over all dp ranks (last stage), lr, skipped_updates, grad_norm (unless
-        skipped), loss_scale (float16), moe_aux_loss and moe_z_loss (where they have a coefficient).
+        skipped), loss_scale (float16), moe_aux_loss and moe_z_loss (where they have a coefficient), routing_agreement
+        (where the shard has routed_experts, which the routers follow).
 
         temperature: of the log-probs; None with a value head, whose objective is called with (values_T, columns).
 
@@ -295,9 +308,10 @@ class MegatronEngine:
         if step_metrics["skipped_updates"]:
             for bias, before in biases:
                 bias.copy_(before)
-        metrics = (
-            step_metrics | router_losses(packed, self.shape, self.config, self.groups) | self._sum_over_dp(outputs)
+        of_routers = router_losses(packed, self.shape, self.config, self.groups) | routing_agreement(
+            packed, self.groups
         )
+        metrics = step_metrics | of_routers | self._sum_over_dp(outputs)
         return metrics, packed, kept
 
     @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from scalerl.models import ModelShape
+from scalerl.models.routing import is_known
 from scalerl.parallel.expert_weights import mark_of_experts, sharded_experts
 from scalerl.parallel.te_experts import transformer_engine_experts
 
@@ -187,8 +188,12 @@ class Router(TopKRouter):
         assert self.layer_number is not None
         routing, layer = self.micro_batch, self.layer_number - 1
         if routing is not None and routing.replayed is not None:
-            replayed_TK = self._own_tokens(routing.replayed)[:, layer]
-            experts_TK = torch.where(replayed_TK[:, :1] < 0, experts_TK, replayed_TK)
+            replayed_TK = routing.replayed[layer].to(scores_TE.device, non_blocking=True)
+            known_T = is_known(replayed_TK)
+            if self.training and torch.is_grad_enabled():
+                routing.count_replays(experts_TK, replayed_TK, known_T)
+            experts_TK = torch.where(known_T[:, None], replayed_TK.long(), experts_TK)
+            # Of all scores: those of the best alone are 0 for an expert that only the replay has.
             top_TK = scores_TE.gather(1, experts_TK)
         if routing is not None and routing.recorded is not None:
             routing.recorded[layer] = experts_TK
@@ -237,6 +242,12 @@ class Router(TopKRouter):
         if not self.config.sequence_parallel:
             return values_T
         return values_T.chunk(self.tp_group.size())[self.tp_group.rank()]
+
+
+def layers_with_routers(chunks: Sequence[torch.nn.Module]) -> list[int]:
+    """The layers of this rank's chunks that have experts, ascending, counted over all stages."""
+    routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
+    return sorted(router.layer_number - 1 for router in routers if router.layer_number is not None)
 
 
 class _Stacked(torch.nn.Module):

@@ -28,6 +28,7 @@ from scalerl.rollout.servers.requests import ABORTED, NO_VERSION, GenerateOutput
 
 if TYPE_CHECKING:
     from scalerl.data import PromptRow
+    from scalerl.models.routing import RoutingShape
 
 KEY = "actor_rollout_ref.rollout.program"
 ARGUMENTS = ("prompt", "servers", "tools")
@@ -103,6 +104,11 @@ class Trajectory:
         return [version for column in columns for version in column]
 
     @property
+    def num_routed(self) -> int:
+        """The number of tokens, from the first of the prompt on, whose experts the turns have."""
+        return sum(len(turn.routed_experts) for turn in self.turns if turn.routed_experts is not None)
+
+    @property
     def policy_version(self) -> int:
         """The version of the weights that drew the first token."""
         return next((turn.policy_version for turn in self.turns), NO_VERSION)
@@ -126,15 +132,20 @@ class Trajectory:
 
 @dataclass
 class Ask:
-    """One turn that a program asks for. input_ids: the prompt and all after it.  output: the turn as far as it is."""
+    """One turn that a program asks for. input_ids: the prompt and all after it.  output: the turn as far as it is.
+
+    routed_from: position in prompt and response of the first token whose experts no earlier turn has.
+    """
 
     input_ids: list[int]
     sampling: SamplingParams
     output: GenerateOutput | None = None
+    routed_from: int = 0
 
     def is_for_the_same(self, other: Ask) -> bool:
         """Whether another ask has the same input and sampling parameters."""
-        return (self.input_ids, self.sampling) == (other.input_ids, other.sampling)
+        mine, others = ((ask.input_ids, ask.sampling, ask.routed_from) for ask in (self, other))
+        return mine == others
 
 
 # Makes a turn on a server: (sample, index of the ask in the sample, ask) -> the whole turn, despite lost servers and
@@ -145,6 +156,7 @@ TurnMaker = Callable[["Servers", int, Ask], Awaitable[GenerateOutput]]
 class Servers:
     """The rollout servers, as the program of one sample asks them.
 
+    routing: turns have the experts of their tokens (`GenerateRequest.routing`); None: not.
     asks: its turns, in the order in which they were asked for. A program that begins again gets its earlier turns from
     here, as long as it asks for the same; the first that is not finished is continued.
     """
@@ -158,10 +170,11 @@ class Servers:
         uid: int,
         sample_index: int,
         seed: int,
+        routing: RoutingShape | None = None,
         asks: Sequence[Ask] = (),
     ) -> None:
         self._make_turn, self.prompt_ids, self.sampling = make_turn, prompt_ids, sampling
-        self.uid, self.sample_index, self.seed = uid, sample_index, seed
+        self.uid, self.sample_index, self.seed, self.routing = uid, sample_index, seed, routing
         self.asks: list[Ask] = []
         self._before = list(asks)
 
@@ -195,7 +208,7 @@ class Servers:
             sampling = replace(sampling, stop_token_ids=tuple(stop_token_ids))
         # One list object for all samples of a group that begin, which compares as equal at once.
         context = trajectory.prompt_ids + trajectory.token_ids if trajectory.parts else trajectory.prompt_ids
-        ask = Ask(context, sampling)
+        ask = Ask(context, sampling, routed_from=trajectory.num_routed)
         number = len(self.asks)
         self.asks.append(ask)
         if number < len(self._before) and self._before[number].is_for_the_same(ask):

@@ -26,13 +26,14 @@ from scalerl.rollout.servers.requests import (
 
 if TYPE_CHECKING:
     from scalerl.data import PromptRow
+    from scalerl.models.routing import RoutingShape
     from scalerl.rollout.servers.recovery import Replacements
 
 
 @dataclass(frozen=True)
 class SampleRequest:
     """One sample of a group. seed: fixes what it draws on the embedded engine.  asks: the turns of an interrupted
-    program (`Servers.asks`); () begins anew."""
+    program (`Servers.asks`); () begins anew.  routing: as `Servers`."""
 
     uid: int
     sample_index: int
@@ -40,6 +41,7 @@ class SampleRequest:
     sampling: SamplingParams
     seed: int
     asks: Sequence[Ask] = ()
+    routing: RoutingShape | None = None
 
 
 async def make_samples(
@@ -72,6 +74,7 @@ async def make_samples(
             uid=request.uid,
             sample_index=request.sample_index,
             seed=request.seed,
+            routing=request.routing,
             asks=request.asks,
         )
         for request in requests
@@ -207,6 +210,8 @@ def _request(request_id: str, together: Sequence[_Waiting]) -> GenerateRequest:
         seeds=[turn_seed(waiting.sample.seed, waiting.number) for waiting in together],
         # The first turn's server has most of the input in its cache.
         home=tuple(first.sample.prompt_ids),
+        routing=first.sample.routing,
+        routed_from=first.ask.routed_from,
     )
     before = [waiting.ask.output or GenerateOutput("", 0, [], [], ABORTED, NO_VERSION) for waiting in together]
     if not any(output.output_ids for output in before):

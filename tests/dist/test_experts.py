@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from scalerl.merge import merge
+from scalerl.models.routing import is_known, unknown_number
 from tests.dist.launch import run_ranks
 from tests.lanes import full, mostly_full
 from tests.tiny_models import make_tiny_model
@@ -75,19 +76,19 @@ class Rank:
 
         columns = {"input_ids": Jagged.from_list([batch()[row] for row in self.mine], torch.int64)}
         if routed is not None:
-            columns["routed_experts"] = Jagged.from_list([routed[row] for row in self.mine], torch.int64)
+            columns["routed_experts"] = Jagged.from_list([routed[row] for row in self.mine], torch.uint8)
         return DataProto(columns)
 
     def logprobs(self, routed: Sequence[Tensor] | None = None) -> dict[str, dict[int, Tensor]]:
         columns = self.engine.logprobs(self.shard(routed), self.micro_batches, temperature=1.0, record_routing=True)
         return {name: {row: column[i] for i, row in enumerate(self.mine)} for name, column in columns.items()}
 
-    def update(self) -> dict[str, float]:
+    def update(self, routed: Sequence[Tensor] | None = None) -> dict[str, float]:
         def objective(logprobs_T: Tensor, *_: Any) -> tuple[Tensor, dict[str, Tensor]]:
             loss = -logprobs_T.sum() / sum(LENGTHS)
             return loss, {"loss": loss.detach()}
 
-        return self.engine.update(self.shard(), self.micro_batches, objective, temperature=1.0)
+        return self.engine.update(self.shard(routed), self.micro_batches, objective, temperature=1.0)
 
     def exported(self) -> dict[str, Tensor]:
         return {name: tensor.clone() for bucket in self.engine.export_buckets(20_000) for name, tensor in bucket}
@@ -99,9 +100,10 @@ class Rank:
 Update = tuple[dict[str, float], dict[str, Tensor]]
 
 
-def losses_and_gradients(rank: Rank) -> Update:
-    """What an update says of the routers' losses; gradients under the names of the files."""
-    losses = {name: value for name, value in rank.update().items() if name.startswith("moe_")}
+def losses_and_gradients(rank: Rank, routed: Sequence[Tensor] | None = None) -> Update:
+    """What an update says of the routers; gradients under the names of the files."""
+    update = rank.update(routed)
+    losses = {name: value for name, value in update.items() if name.startswith(("moe_", "routing_"))}
     with torch.no_grad():
         for parameter in itertools.chain(*(chunk.parameters() for chunk in rank.engine.chunks)):
             parameter.copy_(parameter.main_grad)
@@ -122,36 +124,76 @@ def routed(mixture: torch.nn.Module, logits: Tensor) -> Tensor:
 
 def router_logits(hf: PreTrainedModel, ids: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
     """Log-probs of the tokens after the first, and the logits of every router."""
-    seen: dict[int, Tensor] = {}
-    hooks = [
-        mixture.gate.register_forward_hook(
-            lambda _, __, out, layer=layer: seen.update({layer: out[0] if isinstance(out, tuple) else out})
-        )
-        for layer, mixture in routers(hf).items()
-    ]
-    logprobs = hf(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
-    for hook in hooks:
-        hook.remove()
+    logprobs, seen, _ = routed_pass(hf, ids)
     return logprobs, seen
 
 
-def expected_update(path: Path) -> Update:
-    """Losses, without coefficients, of a mean layer; gradients of transformers' parameters stored under their names."""
+def routed_pass(
+    hf: PreTrainedModel, ids: Tensor, given: Tensor | None = None
+) -> tuple[Tensor, dict[int, Tensor], dict[int, tuple[Tensor, Tensor]]]:
+    """Log-probs of the tokens after the first; of every router its logits, the experts that it would choose and those
+    that the tokens go to: the given ones [T, layers, 2], where they are known."""
+    seen: dict[int, Tensor] = {}
+    chosen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def see(layer: int, out: Any) -> None:
+        seen[layer] = out[0] if isinstance(out, tuple) else out
+
+    def follow(layer: int, mixture: torch.nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> Any:
+        hidden, own, _ = args
+        taken = own
+        if given is not None:
+            taken = torch.where(is_known(given[:, layer])[:, None], given[:, layer].long(), own)
+        chosen[layer] = own, taken
+        # Weights of the scores of all experts, as each family makes them of its best.
+        scores = seen[layer].sigmoid() if hasattr(mixture, "shared_experts") else seen[layer].softmax(-1)
+        weights = scores.gather(1, taken)
+        weights = weights / weights.sum(-1, keepdim=True) * getattr(mixture, "routed_scaling_factor", 1.0)
+        return hidden, taken, weights
+
+    hooks = []
+    for number, mixture in routers(hf).items():
+        hooks.append(mixture.gate.register_forward_hook(lambda _, __, out, layer=number: see(layer, out)))
+        hooks.append(
+            mixture.experts.register_forward_pre_hook(
+                lambda _, args, layer=number, mixture=mixture: follow(layer, mixture, args)
+            )
+        )
+    logprobs = hf(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+    for hook in hooks:
+        hook.remove()
+    return logprobs, seen, chosen
+
+
+def expected_update(path: Path, given: Sequence[Tensor] | None = None) -> Update:
+    """Losses, without coefficients, of a mean layer; gradients of transformers' parameters stored under their names.
+
+    given: experts that the routers follow; with the share of them that they would have chosen.
+    """
     hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     loss, balance, z, num_tokens = torch.zeros(()), torch.zeros(()), torch.zeros(()), sum(LENGTHS)
-    for ids in batch():
-        logprobs, logits = router_logits(hf, ids)
+    num_replayed = num_agreed = 0
+    for row, ids in enumerate(batch()):
+        mine = None if given is None else given[row]
+        logprobs, logits, chosen = routed_pass(hf, ids, mine)
         loss = loss - logprobs.sum() / num_tokens
         for layer, x in logits.items():
             scores = x.sigmoid() if "deepseek" in path.name else x.softmax(-1)
             scores = scores / scores.sum(-1, keepdim=True)
-            share = torch.bincount(routed(routers(hf)[layer], x).flatten(), minlength=8) / (2 * len(ids))
+            own, taken = chosen[layer]
+            if mine is not None:
+                num_replayed += 2 * int(is_known(mine[:, layer]).sum())
+                pairs = zip(own.tolist(), mine[:, layer].tolist(), strict=True)
+                num_agreed += sum(len({*own_pair} & {*pair}) for own_pair, pair in pairs)
+            share = torch.bincount(taken.flatten(), minlength=8) / (2 * len(ids))
             # Equations 17 to 20 of arXiv 2412.19437, weighted by the length of the sequence.
             balance = balance + len(ids) / num_tokens * 8 * (share * scores.mean(0)).sum()
             z = z + x.logsumexp(-1).square().sum() / num_tokens
     (loss + BALANCE * balance + Z * z).backward()
     num_layers = len(routers(hf))
     losses = {"moe_aux_loss": balance.item() / num_layers, "moe_z_loss": z.item() / num_layers}
+    if given is not None:
+        losses["routing_agreement"] = num_agreed / num_replayed
     return losses, {name: p.grad for name, p in hf.named_parameters() if ".experts." not in name}
 
 
@@ -173,9 +215,11 @@ def test_losses_of_the_router(ranks_on: Callable, expected: Update, layout: str)
         assert_same(rank["update"], expected)
 
 
-def update_with_losses(model: str, layout: dict[str, int], megatron: dict[str, Any]) -> Update:
+def update_with_losses(
+    model: str, layout: dict[str, int], megatron: dict[str, Any], routed: Sequence[Tensor] | None = None
+) -> Update:
     settings = {"moe_aux_loss_coeff": BALANCE, "moe_z_loss_coeff": Z} | megatron
-    return losses_and_gradients(Rank(model, layout, use_distributed_optimizer=False, **settings))
+    return losses_and_gradients(Rank(model, layout, use_distributed_optimizer=False, **settings), routed)
 
 
 @pytest.mark.parametrize(
@@ -190,9 +234,11 @@ def update_with_losses(model: str, layout: dict[str, int], megatron: dict[str, A
 def test_losses_of_many_layers(tmp_path: Path, layout: dict[str, int]) -> None:
     options = {"vocab_size": VOCAB_SIZE, "initializer_range": 0.1, "num_experts": 8, "num_layers": 4}
     path = make_tiny_model(tmp_path / "qwen3_moe", "qwen3_moe", **options)
-    expected = expected_update(path)
-    for update in run_ranks(layout["world_size"], update_with_losses, str(path), layout, {}):
-        assert_same(update, expected)
+    given = other_experts(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager"))
+    for replayed in (None, given):
+        expected = expected_update(path, replayed)
+        for update in run_ranks(layout["world_size"], update_with_losses, str(path), layout, {}, replayed):
+            assert_same(update, expected)
 
 
 def test_a_loss_without_a_coefficient_is_not_reported(model: Path, expected: Update) -> None:
@@ -209,9 +255,10 @@ def test_a_loss_without_a_coefficient_is_not_reported(model: Path, expected: Upd
     ],
     ids=["moe", "full"],
 )
-def test_losses_of_a_router_that_is_computed_again(model: Path, expected: Update, recompute: dict[str, Any]) -> None:
-    """Two stages, so that other micro-batches pass the router before the first comes back."""
-    for update in run_ranks(2, update_with_losses, str(model), LAYOUTS["pp2"], recompute):
+def test_losses_of_a_router_that_is_computed_again(model: Path, given: list[Tensor], recompute: dict[str, Any]) -> None:
+    """Two stages, so that other micro-batches pass the router before the first comes back; it follows given experts."""
+    expected = expected_update(model, given)
+    for update in run_ranks(2, update_with_losses, str(model), LAYOUTS["pp2"], recompute, given):
         assert_same(update, expected)
 
 
@@ -219,7 +266,8 @@ def test_losses_of_a_router_that_is_computed_again(model: Path, expected: Update
 
 
 def measure(model: str, layout: dict[str, int], given: list[Tensor]) -> dict[str, Any]:
-    """Log-probs and choices without replay, of the run's own choices and of the given ones; then an update."""
+    """Log-probs and choices without replay, of the run's own choices and of the given ones; then an update, and one
+    from the same weights that follows the given ones."""
     # Without the distributed optimizer every rank has the whole sum of the gradients.
     rank = Rank(model, layout, use_distributed_optimizer=False, moe_aux_loss_coeff=BALANCE, moe_z_loss_coeff=Z)
     own = rank.logprobs()
@@ -227,17 +275,25 @@ def measure(model: str, layout: dict[str, int], given: list[Tensor]) -> dict[str
     for row, column in own["routed_experts"].items():
         again[row] = column
     replayed = {"own": own, "again": rank.logprobs(again), "given": rank.logprobs(given)}
-    return replayed | {"update": losses_and_gradients(rank)}
+    parameters = list(itertools.chain(*(chunk.parameters() for chunk in rank.engine.chunks)))
+    before = [parameter.detach().clone() for parameter in parameters]
+    replayed["update"] = losses_and_gradients(rank)
+    with torch.no_grad():
+        for parameter, value in zip(parameters, before, strict=True):
+            parameter.copy_(value)
+    return replayed | {"replayed": losses_and_gradients(rank, given)}
 
 
+@torch.no_grad()
 def other_experts(hf: PreTrainedModel) -> list[Tensor]:
-    """[T, layers, 2] for each row: never the best two; of every third token no choice."""
+    """[T, layers, 2] for each row: one of the best two, or none of them; of every third token no choice."""
     given = []
     for ids in batch():
-        column = torch.full((len(ids), len(hf.model.layers), 2), -1)
+        column = torch.full((len(ids), len(hf.model.layers), 2), unknown_number(torch.uint8), dtype=torch.uint8)
         for layer, logits in router_logits(hf, ids)[1].items():
-            column[:, layer] = logits.topk(4).indices[:, 2:]
-        column[::3] = -1
+            best = logits.topk(4).indices
+            column[:, layer] = torch.where(torch.arange(len(ids))[:, None] % 2 == 0, best[:, 2:], best[:, 1:3])
+        column[::3] = unknown_number(torch.uint8)
         given.append(column)
     return given
 
@@ -248,7 +304,7 @@ def collect(ranks: list[dict], run: str, name: str) -> dict[int, Tensor]:
     for rank in ranks:
         for row, column in rank[run].get(name, {}).items():
             column_by_row[row] = (
-                torch.maximum(column_by_row[row], column)
+                torch.where(is_known(column)[..., None], column, column_by_row[row])
                 if row in column_by_row and name == "routed_experts"
                 else column
             )
@@ -298,13 +354,23 @@ def test_replayed_choices_are_followed(hf: PreTrainedModel, on_one: list[dict], 
     changed = 0
     for row, column in collect(on_one, "given", "routed_experts").items():
         for layer in routers(hf):
-            known = given[row][:, layer, 0] >= 0
+            known = is_known(given[row][:, layer])
             assert torch.equal(column[known, layer], given[row][known, layer])
         # The first layer with experts sees the same input as before, so its free tokens choose as before.
         first = min(routers(hf))
         assert torch.equal(column[~known, first], free[row][~known, first])
         changed += int((collect(on_one, "given", "logprobs")[row] != own[row]).sum())
     assert changed > sum(LENGTHS) / 2
+
+
+@pytest.mark.parametrize("layout", mostly_full(LAYOUTS, MAIN.__contains__))
+def test_an_update_follows_given_experts(ranks_on: Callable, model: Path, given: list[Tensor], layout: str) -> None:
+    """Losses, gradients, those of the routers too, and the share of the given experts that the routers would choose."""
+    expected = expected_update(model, given)
+    assert 0.1 < expected[0]["routing_agreement"] < 0.5
+    for rank in ranks_on(layout):
+        assert_same(rank["replayed"], expected)
+        assert "routing_agreement" not in rank["update"][0]
 
 
 @pytest.mark.parametrize("layout", mostly_full([name for name in LAYOUTS if name != "one"], MAIN.__contains__))

@@ -111,6 +111,10 @@ class AlgorithmConfig:
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    # Of a mixture of experts. rollout: log-probs and updates of the actor take, for each token, the experts that the
+    # sampler's routers chose, so that near ties which fall otherwise in the trainer change nothing
+    # (docs/models.md); null: the trainer's routers choose.
+    routing_replay: str | None = key(None, or_null(one_of("rollout")))
 
     @check("use_kl_in_reward", "kl_penalty", "kl_ctrl")
     def kl_in_the_reward(self, at: Place) -> Iterator[str]:

@@ -38,7 +38,7 @@ from scalerl.config.schema.model import ModelConfig
 from scalerl.config.schema.reward import CustomRewardFunctionConfig, RewardModelConfig
 from scalerl.config.schema.rollout import RolloutConfig
 from scalerl.config.schema.trainer import TrainerConfig
-from scalerl.config.servers import num_replicas, replica_violations, room_of_servers
+from scalerl.config.servers import engines_with, num_replicas, replica_violations, room_of_servers, traits_of
 from scalerl.config.suggestions import divisors, nearest, nearest_multiples
 from scalerl.config.value_checks import show
 
@@ -50,6 +50,7 @@ _STALENESS, _PARTIAL = "trainer.max_staleness", f"{ROLLOUT}.partial_rollout"
 _GEN, _TRAIN = "data.gen_batch_size", "data.train_batch_size"
 _FILTER, _ESTIMATOR = "algorithm.filter_groups", "algorithm.adv_estimator"
 _MINI, _CRITIC_MINI = f"{ACTOR}.ppo_mini_batch_size", "critic.ppo_mini_batch_size"
+_REPLAY = "algorithm.routing_replay"
 _KL_SWITCHES = (f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward")
 # The keys that say which models a run has.
 _ROLES = (*_KL_SWITCHES, _ESTIMATOR, "reward_model.enable")
@@ -297,6 +298,16 @@ class PPOConfig:
             yield (
                 f"{_ESTIMATOR} = remax: its greedy responses are scored by the reward function as they come, and a "
                 "reward model scores when generation is over; set reward_model.enable=false, or another estimator"
+            )
+
+    @check(_REPLAY, f"{ROLLOUT}.name")
+    def servers_say_their_experts(self, at: Place) -> Iterator[str]:
+        name = self.actor_rollout_ref.rollout.name
+        if self.algorithm.routing_replay == "rollout" and not traits_of(name).returns_experts:
+            names = engines_with(lambda traits: traits.returns_experts)
+            yield (
+                f"{_REPLAY} = rollout: servers of {ROLLOUT}.name = {name} do not say which experts their routers "
+                f"chose; set {ROLLOUT}.name={names}, or {_REPLAY}=null"
             )
 
     @check(IMPORT_FILES)

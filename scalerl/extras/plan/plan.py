@@ -15,6 +15,7 @@ from scalerl.extras.plan.activations import head_bytes, kept_bytes, micro_batche
 from scalerl.extras.plan.parameters import StageParameters, stage_parameters
 from scalerl.extras.plan.servers import CONTEXT_BYTES, GRAPH_BYTES, ServerBytes, server_bytes
 from scalerl.models import ModelShape
+from scalerl.models.routing import RoutingShape
 from scalerl.models.sizes import FLOAT, ITEMSIZE, checkpoint_bytes, largest_tensor, model_bytes, num_parameters
 from scalerl.parallel.layout import Layout
 from scalerl.rollout.sync.handover import BUCKET_COPIES, bucket_bytes_that_fit, hashed_expert_bytes
@@ -79,11 +80,41 @@ class DevicePlan:
 
 
 @dataclass(frozen=True)
+class RoutedBytes:
+    """The host memory of the sampler's choices of experts (algorithm.routing_replay), in bytes.
+
+    token: of each token.  step: of a step's samples of the greatest length, over all nodes; the rollout workers have
+    them, and Ray's object store has as many.  server: of each rank of a server, for the tokens of its KV cache; None:
+    their number is not known.
+    """
+
+    token: int
+    step: int
+    server: int | None
+
+    @classmethod
+    def of(cls, cfg: PPOConfig, shape: ModelShape, kv_tokens: int | None) -> RoutedBytes | None:
+        """kv_tokens: of a replica's cache.  Returns None for a run whose trainer does not follow the sampler."""
+        if cfg.algorithm.routing_replay is None or not shape.num_experts:
+            return None
+        routing = RoutingShape.of(shape)
+        num_samples = cfg.data.train_batch_size * cfg.actor_rollout_ref.rollout.n
+        # SGLang has an int32 for each choice.
+        row_bytes = 4 * len(routing.moe_layers) * routing.top_k
+        return cls(
+            routing.token_bytes,
+            num_samples * longest_sample(cfg) * routing.token_bytes,
+            None if kv_tokens is None else max(0, kv_tokens) * row_bytes,
+        )
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """The memory that a run takes on its devices.
 
     memory_bytes: of a device; None: not known, and nothing is too large.
     server: of one device of the policy's servers; None: no servers.  longest_sample: tokens of prompt and response.
+    routed: None without algorithm.routing_replay.
     """
 
     devices: list[DevicePlan]
@@ -95,6 +126,7 @@ class MemoryPlan:
     checkpoint_bytes: int
     num_parameters: int
     devices_per_node: int = 1
+    routed: RoutedBytes | None = None
 
     @property
     def concurrency(self) -> int | None:
@@ -282,6 +314,7 @@ def memory_plan(
         checkpoint_bytes=sum(checkpoint_bytes(m.shape, m.itemsize) for m in models.values() if m.has_optimizer),
         num_parameters=num_parameters(shapes["actor"]),
         devices_per_node=cfg.trainer.n_gpus_per_node,
+        routed=RoutedBytes.of(cfg, shapes["actor"], server.kv_tokens),
     )
 
 

@@ -72,6 +72,13 @@ def _totals(plan: MemoryPlan) -> Iterator[str]:
             f"host memory of saves (trainer.async_save): {copies[name] / GIB:.1f} GiB for a rank of {name}, "
             f"{plan.devices_per_node * copies[name] / GIB:.1f} GiB on its node"
         )
+    if plan.routed is not None:
+        server = "" if plan.routed.server is None else f"; {plan.routed.server / GIB:.1f} GiB for a rank of a server"
+        yield (
+            f"host memory of routed experts (algorithm.routing_replay): {plan.routed.token} bytes per token; for a "
+            f"step's samples at most {plan.routed.step / GIB:.1f} GiB in the rollout workers, and as much in Ray's "
+            f"object store{server}"
+        )
     if plan.server is None:
         return
     per_token = f"{plan.server.kv_token_bytes / 1024:.1f} KiB per token"

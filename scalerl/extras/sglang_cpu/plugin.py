@@ -11,7 +11,7 @@ import gc
 import multiprocessing
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +43,8 @@ def register() -> None:
     HookRegistry.register(gated_sum, add_gated, HookType.REPLACE)
     experts = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
     HookRegistry.register(experts, _experts_of_this_rank, HookType.AROUND)
+    capturer = "sglang.srt.state_capturer.routed_experts.RoutedExpertsCapturer.create"
+    HookRegistry.register(capturer, _with_unpinned_memory, HookType.AROUND)
     if multiprocessing.parent_process() is None:
         _fork_its_processes()
 
@@ -77,6 +79,14 @@ def _get_last_loc(*args: torch.Tensor) -> torch.Tensor:
     from sglang.srt.mem_cache.allocation import get_last_loc_torch
 
     return get_last_loc_torch(*args)
+
+
+def _with_unpinned_memory(create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Creates what keeps the routers' choices, in memory of the host that is not registered with CUDA."""
+    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS, alloc_with_host_register
+
+    ALLOC_MEMORY_FUNCS["cpu"] = lambda *size, **how: alloc_with_host_register(*size, **(how | {"pin_memory": False}))
+    return create(*args, **kwargs)
 
 
 def _experts_of_this_rank(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from scalerl.base.user_code import forget_files
+from scalerl.batch.columns import ROUTED_EXPERTS
 from scalerl.checkpoint.store import check_checkpoint, read_trainer_state
 from scalerl.config import PPOConfig, compose, num_devices, trained_layout
 from scalerl.config.save import RESOLVED_CONFIG
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from scalerl.batch import StepPlan
-    from scalerl.batch.data_proto import DataProto
+    from scalerl.batch.data_proto import DataProto, Jagged
     from scalerl.cluster.batch import HeldRows, PlacedBatch
     from scalerl.cluster.processes import Processes
     from scalerl.config.schema import CriticConfig, RefConfig, RewardModelConfig
@@ -196,6 +197,8 @@ def read_dump(path: Path) -> tuple[DataProto, dict[str, np.ndarray]]:
         )
     dtypes = dict(zip(TOKEN_COLUMNS, (torch.int64, torch.bool, torch.float32), strict=True))
     tokens = {name: Jagged.from_list(dump[name].to_pylist(), dtype) for name, dtype in dtypes.items()}
+    if ROUTED_EXPERTS.name in dump.column_names:
+        tokens[ROUTED_EXPERTS.name] = _routed_experts(dump[ROUTED_EXPERTS.name].combine_chunks())
     samples: dict[str, np.ndarray] = {}
     for name in dump.column_names:
         if name in _MADE or pa.types.is_list(dump.schema.field(name).type):
@@ -207,6 +210,19 @@ def read_dump(path: Path) -> tuple[DataProto, dict[str, np.ndarray]]:
         else:
             samples[name] = dump[name].to_numpy()
     return DataProto(tokens), samples
+
+
+def _routed_experts(column: Any) -> Jagged:
+    """The column [T, layers, k] of a dump, which is lists of lists of lists."""
+    import torch
+
+    from scalerl.batch.data_proto import Jagged
+
+    cu_seqlens = torch.tensor(column.offsets.to_pylist(), dtype=torch.int64)
+    of_tokens = column.flatten()
+    of_layers = of_tokens.flatten()
+    numbers = torch.tensor(of_layers.flatten().to_numpy())
+    return Jagged(numbers.view(-1, of_tokens.type.list_size, of_layers.type.list_size), cu_seqlens)
 
 
 class DumpedSamples:
@@ -231,12 +247,20 @@ class DumpedSamples:
     def place(self, samples: HeldRows, plans: Mapping[str, StepPlan]) -> PlacedBatch:
         import ray
 
+        from scalerl.batch.data_proto import DataProto
         from scalerl.cluster.batch import PlacedBatch
         from scalerl.trainer.ranks.roles import TOKENS
 
-        role, plan = next(iter(plans.items()))
-        shards = [ray.put(self.tokens.select(list(plan.rows(dp_rank)))) for dp_rank in range(plan.dp_size)]
-        return PlacedBatch(samples.samples, plans).with_column(TOKENS, role, shards)
+        (role, plan), batch = next(iter(plans.items())), PlacedBatch(samples.samples, plans)
+        # As from the rollout workers: ranks get the experts apart from the other columns.
+        parts: dict[str, dict[str, Jagged]] = {}
+        for name, column in self.tokens.tokens.items():
+            parts.setdefault(name if name == ROUTED_EXPERTS.name else TOKENS, {})[name] = column
+        for name, columns in parts.items():
+            tokens = DataProto(columns)
+            shards = [ray.put(tokens.select(list(plan.rows(dp_rank)))) for dp_rank in range(plan.dp_size)]
+            batch = batch.with_column(name, role, shards)
+        return batch
 
     def sync_weights(self, policy_version: int) -> dict[str, Metric]:
         return {}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from scalerl.batch.columns import POLICY_VERSIONS
+from scalerl.batch.columns import POLICY_VERSIONS, ROUTED_EXPERTS
 from scalerl.batch.data_proto import DataProto
 
-# Token columns that no pass of the trainer reads.
-DUMPED_COLUMNS = {POLICY_VERSIONS.name}
+# Token columns that a rank does not get with the others: no pass reads the first; the second is many times as large as
+# all others together, and the actor alone reads it.
+APART = {POLICY_VERSIONS.name, ROUTED_EXPERTS.name}
 
 
 class HeldBatches:
@@ -26,13 +27,19 @@ class HeldBatches:
         return batch_id
 
     def select(
-        self, wanted: Sequence[tuple[int, Sequence[int]]], *, trained: bool = True
+        self, wanted: Sequence[tuple[int, Sequence[int]]], *, column: str | None = None, all_columns: bool = False
     ) -> DataProto | list[DataProto]:
         """Selects rows of held batches; returns a DataProto of token columns for each (batch id, rows).
 
-        trained: with the columns that ranks train on, else with all.
+        column: that token column alone; None: those that ranks get together, with all_columns all.
         """
-        columns = self._trained_tokens if trained else self.all_tokens
+
+        def columns(batch_id: int) -> DataProto:
+            tokens = self.batches[batch_id].tokens
+            if column is not None:
+                return DataProto({column: tokens[column]})
+            return DataProto({name: tokens[name] for name in tokens if all_columns or name not in APART})
+
         return _one_each([columns(batch_id).select(rows) for batch_id, rows in wanted])
 
     def regroup(self, groups: Sequence[Sequence[int]], *columns: DataProto) -> DataProto | list[DataProto]:
@@ -43,12 +50,8 @@ class HeldBatches:
         joined = DataProto.concat(list(columns))
         return _one_each([joined.select(rows) for rows in groups])
 
-    def _trained_tokens(self, batch_id: int) -> DataProto:
-        tokens = self.batches[batch_id].tokens
-        return DataProto({name: column for name, column in tokens.items() if name not in DUMPED_COLUMNS})
-
     def all_tokens(self, batch_id: int) -> DataProto:
-        """The token columns of a batch, with those that are for dumps alone."""
+        """The token columns of a batch, with those that ranks do not get together."""
         return DataProto(self.batches[batch_id].tokens)
 
     def join(self, wanted: Sequence[tuple[int, Sequence[int]]]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import shutil
@@ -15,12 +16,16 @@ from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config import transport_of
 from scalerl.config.schema import PPOConfig
 from scalerl.config.servers import weight_directory
-from scalerl.rollout.dispatcher import max_in_flight
+from scalerl.errors import UserError
+from scalerl.models import ModelShape
+from scalerl.models.routing import RoutingShape
+from scalerl.rollout.dispatcher import generate_samples, max_in_flight
 from scalerl.rollout.sampling.rollout_workers import RolloutWorkers
-from scalerl.rollout.servers.client import ClientSettings, Replica
+from scalerl.rollout.servers.client import ClientSettings, Replica, RolloutClient
 from scalerl.rollout.servers.engines import ENGINES
 from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.servers.recovery import LostServer
+from scalerl.rollout.servers.requests import GenerateRequest, RolloutError, SamplingParams
 from scalerl.rollout.servers.server_set import ServerSet, continue_generation, pause
 from scalerl.rollout.sync.handover import Part, Point, check_room
 from scalerl.rollout.sync.session import Step, SyncOrder
@@ -69,6 +74,10 @@ class PolicyServers:
             # Nobody else uses the memory that they could release.
             self.rollout = replace(self.rollout, free_cache_engine=False)
         self.model = config.actor_rollout_ref.model
+        # None: nobody asks for the experts of tokens.
+        self.routing = None
+        if config.algorithm.routing_replay is not None:
+            self.routing = RoutingShape.of(ModelShape.from_hf(self.model.path))
         max_model_len = config.data.max_prompt_length + config.data.max_response_length
         self.timeout_s = config.trainer.timeout_s
         self.num_syncs = 0
@@ -89,6 +98,7 @@ class PolicyServers:
             owns_devices=self.owns_devices,
             single_node=single_node,
             synced=True,
+            returns_experts=self.routing is not None,
             releases_memory=self.rollout.free_cache_engine,
             first_step=first_step,
         )
@@ -102,6 +112,8 @@ class PolicyServers:
     def wait_ready(self, workers: WorkerGroup, rollout_workers: RolloutWorkers) -> None:
         """Waits until all servers answer, then connects them to the rollout workers and the trainer's ranks."""
         self.server_set.wait_ready()
+        if self.routing is not None:
+            require_experts(self.server_set.clients[0], self.routing, self.model.path)
         self.workers, self.rollout_workers = workers, rollout_workers
         self.orders = {index: self._new_order(index) for index in range(len(self.replicas))}
         rollout_workers.connect(self.replicas, self.server_set.settings, self.rollout.seed)
@@ -306,6 +318,22 @@ class PolicyServers:
 
     def _new_order(self, index: int) -> SyncOrder:
         return SyncOrder(self.replicas[index].url, serving=False)
+
+
+def require_experts(client: RolloutClient, routing: RoutingShape, model_path: str) -> None:
+    """Asks a server for one token with its experts. Raises UserError where it cannot say them.
+
+    Such a server may answer every other request, or end at the first one that asks for experts.
+    """
+    request = GenerateRequest("experts", [0, 0], 1, SamplingParams(1, ignore_eos=True), seeds=[0], routing=routing)
+    try:
+        asyncio.run(generate_samples([client], [request]))
+    except RolloutError as error:
+        raise UserError(
+            f"algorithm.routing_replay = rollout: the rollout server does not say which experts the routers of "
+            f"{model_path} choose: {error}; set algorithm.routing_replay=null, or look in the server's log for what "
+            "ended it"
+        ) from error
 
 
 def sync_metrics(rounds: Sequence[Sequence[RankReport]]) -> Metrics:

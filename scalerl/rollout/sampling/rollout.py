@@ -17,7 +17,7 @@ import ray
 from scalerl.algorithms import policy_loss_columns
 from scalerl.base.user_code import absolute
 from scalerl.batch import StepPlan
-from scalerl.batch.columns import COLUMNS
+from scalerl.batch.columns import COLUMNS, ROUTED_EXPERTS
 from scalerl.cluster.batch import TOKENS, HeldRows, PlacedBatch
 from scalerl.cluster.failures import WorkerError, values_of
 from scalerl.cluster.pools import ActorSpec
@@ -116,6 +116,7 @@ class HybridRollout:
                 trust_remote_code=model.trust_remote_code,
                 user_files=absolute(config.trainer.import_files),
                 loss_columns=[name for name in policy_loss_columns(loss_mode) if name not in COLUMNS],
+                routing=servers.routing,
             )
             for mine in shares
         ]
@@ -267,7 +268,10 @@ class HybridRollout:
         """Makes shards of the samples by the first plan; for ranks of other plans the rollout workers reshard them."""
         role, plan = next(iter(plans.items()))
         batch = PlacedBatch(samples.samples, plans, reshard=self.workers.reshard)
-        return batch.with_column(TOKENS, role, self.workers.shards(samples, plan))
+        batch = batch.with_column(TOKENS, role, self.workers.shards(samples, plan))
+        if self.servers.routing is None:
+            return batch
+        return batch.with_column(ROUTED_EXPERTS, role, self.workers.shards(samples, plan, ROUTED_EXPERTS.name))
 
     def drop(self, samples: HeldRows) -> None:
         """Frees the samples, which are no longer needed."""
@@ -276,7 +280,7 @@ class HybridRollout:
     def dump(self, samples: HeldRows, batch: PlacedBatch, path: Path) -> None:
         """Writes the samples as parquet, with the trainer's columns of `batch`, which holds the same rows. Each rollout
         worker writes a file with some of the rows."""
-        made = [column for name, column in batch.columns.items() if name != TOKENS]
+        made = [column for name, column in batch.columns.items() if name not in (TOKENS, ROUTED_EXPERTS.name)]
         columns = batch.samples | update_columns(batch.plans["actor"])
         ranges = even_ranges(len(samples), self.workers.num_dump_files)
         with files_at(path, len(ranges)) as files:

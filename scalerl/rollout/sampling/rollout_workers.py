@@ -153,9 +153,10 @@ class RolloutWorkers:
         }
         return HeldRows(samples, joined, batch_S, np.concatenate(rows))
 
-    def shards(self, held: HeldRows, plan: StepPlan) -> list[ray.ObjectRef]:
+    def shards(self, held: HeldRows, plan: StepPlan, column: str | None = None) -> list[ray.ObjectRef]:
         """References to the token columns of each data-parallel rank's rows, in the plan's order.
 
+        column: as `HeldBatches.select`.
         With several workers each selects its rows for a group of ranks, and one of them, another worker for each group,
         regroups these rows by rank. So a rank gets one object, and neither calls nor references are as many as ranks
         times workers.
@@ -164,11 +165,14 @@ class RolloutWorkers:
         if len(held.batches) == 1:
             ((worker, batch_id),) = held.batches
             wanted = [(batch_id, held.row_S[list(rows)].tolist()) for rows in rows_of]
-            return [ref for some in _split(wanted, RANKS_PER_CALL) for ref in self._select(worker, some)]
+            some_each = _split(wanted, RANKS_PER_CALL)
+            return [ref for some in some_each for ref in self._select(worker, some, column=column)]
         groups = _split(rows_of, self._ranks_per_call)
-        return [ref for some in _split(groups, len(self)) for ref in self._shards_of_groups(held, some)]
+        return [ref for some in _split(groups, len(self)) for ref in self._shards_of_groups(held, some, column)]
 
-    def _shards_of_groups(self, held: HeldRows, groups: Sequence[Sequence[Sequence[int]]]) -> list[ray.ObjectRef]:
+    def _shards_of_groups(
+        self, held: HeldRows, groups: Sequence[Sequence[Sequence[int]]], column: str | None
+    ) -> list[ray.ObjectRef]:
         """References to the token columns of each rank. groups: [at most one for each worker][rank] -> rows."""
         wanted: dict[int, list[tuple[int, list[int]]]] = {}
         # Of each group: worker, which of the objects that it makes, and the positions of its rows in the group.
@@ -179,7 +183,7 @@ class RolloutWorkers:
                 mine = wanted.setdefault(worker, [])
                 sources[-1].append((worker, len(mine), positions))
                 mine.append((batch_id, rows))
-        selected = {worker: self._select(worker, mine) for worker, mine in sorted(wanted.items())}
+        selected = {worker: self._select(worker, mine, column=column) for worker, mine in sorted(wanted.items())}
         refs = []
         for number, (group, of_group) in enumerate(zip(groups, sources, strict=True)):
             # Where the rows of the group are in the selected objects, joined.
@@ -193,10 +197,9 @@ class RolloutWorkers:
     def _ranks_per_call(self) -> int:
         return max(RANKS_PER_CALL, RANKS_PER_CALL_AND_WORKER * len(self))
 
-    def _select(
-        self, worker: int, wanted: Sequence[tuple[int, list[int]]], *, trained: bool = True
-    ) -> list[ray.ObjectRef]:
-        selected = self.handles[worker].select.options(num_returns=len(wanted)).remote(wanted, trained=trained)
+    def _select(self, worker: int, wanted: Sequence[tuple[int, list[int]]], **columns: Any) -> list[ray.ObjectRef]:
+        """columns: as `HeldBatches.select`."""
+        selected = self.handles[worker].select.options(num_returns=len(wanted)).remote(wanted, **columns)
         return selected if len(wanted) > 1 else [selected]
 
     def _regroup(
@@ -234,7 +237,7 @@ class RolloutWorkers:
                     wanted.setdefault(worker, []).append((batch_id, rows))
                     wanted_for.setdefault(worker, []).append((number, step_rows))
         for worker, mine in wanted.items():
-            selected = self._select(worker, mine, trained=False)
+            selected = self._select(worker, mine, all_columns=True)
             for (number, step_rows), ref in zip(wanted_for[worker], selected, strict=True):
                 others[number].append((step_rows, ref))
         file_S = np.repeat(np.arange(len(ranges)), [len(of_file) for of_file in ranges])

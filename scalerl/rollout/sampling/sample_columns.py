@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from scalerl.batch.columns import INPUT_IDS, ROUTED_EXPERTS
 from scalerl.batch.data_proto import DataProto, Jagged
 
 if TYPE_CHECKING:
     from scalerl.data import PromptRow
+    from scalerl.models.routing import RoutingShape
     from scalerl.rewards import ScoreResult
     from scalerl.rollout.program import Trajectory
 
@@ -23,12 +25,15 @@ def to_batch(
     seeds: Sequence[int],
     *,
     more: Sequence[str] = (),
+    routing: RoutingShape | None = None,
 ) -> DataProto:
     """The batch of these samples, one row each, with the prompt, score and seed of each: [S].
 
-    more: names of further columns (`numbers_of`).
+    more: names of further columns (`numbers_of`).  routing: of the column routed_experts; None: there is none.
     """
     tokens = _token_columns(trajectories)
+    if routing is not None:
+        tokens[ROUTED_EXPERTS.name] = _routed_experts(trajectories, tokens[INPUT_IDS.name].cu_seqlens, routing)
     samples = {
         "uid": np.array([t.uid for t in trajectories]),
         "prompt_uid": np.array([p.uid for p in prompts]),
@@ -100,3 +105,24 @@ def _token_columns(trajectories: Sequence[Trajectory]) -> dict[str, Jagged]:
     cu_seqlens = torch.from_numpy(np.concatenate([[0], ends]))
     columns = {"input_ids": ids, "response_mask": mask, "rollout_logprobs": logprobs, "policy_versions": versions}
     return {name: Jagged(torch.from_numpy(values), cu_seqlens) for name, values in columns.items()}
+
+
+def _routed_experts(trajectories: Sequence[Trajectory], cu_seqlens: torch.Tensor, routing: RoutingShape) -> Jagged:
+    """The experts of each token, as far as the turns know them: not of a sample's last token, which no model has seen.
+
+    A turn's rows end before its last token and begin where those of the turn before end. Where a program has changed
+    what stands before a turn, only the turn's own tokens have rows.
+    """
+    column = routing.unknown(int(cu_seqlens[-1]))
+    for trajectory, start in zip(trajectories, cu_seqlens[:-1].tolist(), strict=True):
+        known, end = start, start + len(trajectory.prompt_ids)
+        for part in trajectory.parts:
+            begin, end = end, end + len(part.output_ids)
+            rows = getattr(part, "routed_experts", None)
+            if rows is None or not len(rows):
+                continue
+            first = known if known + len(rows) == end - 1 else begin
+            num_rows = max(0, end - 1 - first)
+            column[first : first + num_rows] = rows[len(rows) - num_rows :]
+            known = end - 1
+    return Jagged(column, cu_seqlens)

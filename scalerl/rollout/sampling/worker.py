@@ -23,6 +23,7 @@ from scalerl.rollout.sampling.sample_columns import to_batch
 if TYPE_CHECKING:
     from scalerl.config.schema import CustomRewardFunctionConfig, ProgramConfig, RewardModelConfig
     from scalerl.data import PromptRow
+    from scalerl.models.routing import RoutingShape
     from scalerl.rollout.program import Ask, Trajectory
     from scalerl.rollout.samples import SampleRequest
     from scalerl.rollout.sampling.groups import EarlyEnd
@@ -71,6 +72,7 @@ class RolloutWorker(HeldBatches, Reusable):
         trust_remote_code: bool,
         user_files: Sequence[str] = (),
         loss_columns: Sequence[str] = (),
+        routing: RoutingShape | None = None,
     ) -> None:
         """Loads the tokenizer and the reward functions; servers come with `connect`.
 
@@ -78,6 +80,7 @@ class RolloutWorker(HeldBatches, Reusable):
         tokenizer: its directory, or [reference to it], which saves the import of all that could be in a directory.
         user_files: register what the configuration names.
         loss_columns: names of the numbers of a training sample that the policy loss needs (`numbers_of`).
+        routing: training samples have the column routed_experts; None: they have not.
         """
         import ray
 
@@ -95,7 +98,7 @@ class RolloutWorker(HeldBatches, Reusable):
         import_files(user_files)
         self.rewards = build_reward_manager(reward, custom_reward)
         self.program = load_program(program)
-        self.model_scores, self.loss_columns = reward.enable, loss_columns
+        self.model_scores, self.loss_columns, self.routing = reward.enable, loss_columns, routing
         self._judge = Judge(reward.judge, reward.on_error) if reward.judge.enable else None
         self._replacements: Replacements | None = None
         # Generations that run.
@@ -224,7 +227,9 @@ class RolloutWorker(HeldBatches, Reusable):
         task.add_done_callback(self.generations.discard)
         prompts = {group.uid: self.datasets[dataset][group.prompt_uid] for group in groups}
         scores = GroupScores(n, lambda sample: self._score(dataset, prompts[sample.uid], sample), enough)
-        requests, finished = self._requests(dataset, groups, prompts, n, sampling)
+        # What nobody trains on needs no experts.
+        routing = self.routing if dataset == "train" and keep else None
+        requests, finished = self._requests(dataset, groups, prompts, n, sampling, routing)
         try:
             for sample in finished:
                 scores.add(sample)
@@ -250,6 +255,7 @@ class RolloutWorker(HeldBatches, Reusable):
             [result for _, result in rows],
             seeds=[self._seed(sample.uid, sample.sample_index) for sample, _ in rows],
             more=self.loss_columns if dataset == "train" else (),
+            routing=routing,
         )
         batch_id = self.hold(batch) if keep else next(self.batch_ids)
         if carry:
@@ -272,6 +278,7 @@ class RolloutWorker(HeldBatches, Reusable):
         prompts: Mapping[int, PromptRow],
         n: int,
         sampling: SamplingParams,
+        routing: RoutingShape | None,
     ) -> tuple[list[SampleRequest], list[Trajectory]]:
         """The samples to make, and those that interrupted groups have already.  prompts: uid of a group -> prompt."""
         from scalerl.rollout.samples import SampleRequest
@@ -284,7 +291,7 @@ class RolloutWorker(HeldBatches, Reusable):
             prompt = prompts[group.uid]
             own = sampling_of(dataset, prompt, sampling)
             requests += [
-                SampleRequest(group.uid, index, prompt, own, self._seed(group.uid, index), turns)
+                SampleRequest(group.uid, index, prompt, own, self._seed(group.uid, index), turns, routing)
                 for index, turns in begun.asks.items()
             ]
         return requests, finished

@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from scalerl.errors import RunError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from scalerl.models.routing import RoutingShape
+    from scalerl.rollout.servers.routing import RoutedTokens
 
 # Finish reasons of a sample that needs no more tokens.
 FINISHED = ("stop", "length")
@@ -64,6 +70,8 @@ class GenerateOutput:
     finish_reason: stop | length | abort (interrupted; `unfinished_requests` asks for the rest).
     policy_version: version of the weights of its first token (without tokens: that of the server, or NO_VERSION).
     version_spans: (index of a span's first token, version of its weights), ascending; spans end where the next begins.
+    routed_experts: [rows, layers, k] experts of the tokens from `GenerateRequest.routed_from` to the last but one
+    (`RoutingShape`); None: nothing is known of them.
     """
 
     request_id: int | str
@@ -73,6 +81,7 @@ class GenerateOutput:
     finish_reason: str
     policy_version: int
     version_spans: tuple[tuple[int, int], ...] = ()
+    routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.version_spans:
@@ -104,6 +113,7 @@ class GenerateRequest:
     seeds: one per sample. The embedded engine needs them; SGLang draws from its own generator and ignores them.
     progress: n interrupted samples to continue; () begins n new ones.
     home: requests with the same home go to one server while it has room; () takes input_ids for it.
+    routing: outputs have the experts of their tokens, from position `routed_from` of prompt and response on; None: not.
     """
 
     request_id: int | str
@@ -113,6 +123,8 @@ class GenerateRequest:
     seeds: list[int] | None = None
     progress: tuple[GenerateOutput, ...] = ()
     home: tuple[int, ...] = ()
+    routing: RoutingShape | None = None
+    routed_from: int = 0
 
     def sample_keys(self) -> list[SampleKey]:
         indices = [output.sample_index for output in self.progress] or range(self.n)
@@ -174,7 +186,8 @@ def unfinished_requests(
 def _rest_of(request: GenerateRequest, unfinished: list[GenerateOutput]) -> GenerateRequest:
     unfinished = sorted(unfinished, key=lambda output: output.sample_index)
     if request.sampling.stop:
-        unfinished = [replace(output, output_ids=[], logprobs=[], version_spans=()) for output in unfinished]
+        nothing: dict[str, Any] = {"output_ids": [], "logprobs": [], "version_spans": (), "routed_experts": None}
+        unfinished = [replace(output, **nothing) for output in unfinished]
     seeds = None
     if request.seeds is not None:
         by_key = dict(zip(request.sample_keys(), request.seeds, strict=True))
@@ -187,7 +200,10 @@ def _rest_of(request: GenerateRequest, unfinished: list[GenerateOutput]) -> Gene
 
 @dataclass(frozen=True)
 class Slot:
-    """A sample being generated.  room: number of tokens that it may still get."""
+    """A sample being generated.  room: number of tokens that it may still get.
+
+    routed: what is known of the experts of its tokens; None: they are not asked for.
+    """
 
     request_id: int | str
     sample_index: int
@@ -196,16 +212,23 @@ class Slot:
     output_ids: list[int]
     logprobs: list[float]
     version_spans: tuple[tuple[int, int], ...]
+    routed: RoutedTokens | None = None
 
     @property
     def key(self) -> SampleKey:
         return self.request_id, self.sample_index
 
     def extended(
-        self, output_ids: list[int], logprobs: list[float], spans: Sequence[tuple[int, int]], finish_reason: str
+        self,
+        output_ids: list[int],
+        logprobs: list[float],
+        spans: Sequence[tuple[int, int]],
+        finish_reason: str,
+        routed_experts: Tensor | None = None,
     ) -> GenerateOutput:
         """The sample with further tokens appended.  spans: version spans of the new tokens.
 
+        routed_experts: the rows of all tokens (`RoutedTokens.extended`); None: those of before.
         Raises RolloutError for more tokens than there is room for.
         """
         if len(output_ids) > self.room:
@@ -225,6 +248,7 @@ class Slot:
             finish_reason=finish_reason,
             policy_version=merged[0][1],
             version_spans=tuple(merged),
+            routed_experts=self.routed.rows if routed_experts is None and self.routed is not None else routed_experts,
         )
 
 
@@ -233,11 +257,33 @@ def slots_of(request: GenerateRequest, max_model_len: int) -> list[Slot]:
     budget = min(request.sampling.max_new_tokens, max_model_len - len(request.input_ids))
     seeds = request.seeds or [None] * request.n
     if not request.progress:
-        return [Slot(*key, seed, budget, [], [], ()) for key, seed in zip(request.sample_keys(), seeds, strict=True)]
+        routed = _routed_tokens(request, None)
+        keys = zip(request.sample_keys(), seeds, strict=True)
+        return [Slot(*key, seed, budget, [], [], (), routed) for key, seed in keys]
     return [
-        Slot(*o.key, seed, budget - len(o.output_ids), o.output_ids, o.logprobs, o.version_spans)
+        Slot(
+            *o.key,
+            seed,
+            budget - len(o.output_ids),
+            o.output_ids,
+            o.logprobs,
+            o.version_spans,
+            _routed_tokens(request, o),
+        )
         for o, seed in zip(request.progress, seeds, strict=True)
     ]
+
+
+def _routed_tokens(request: GenerateRequest, output: GenerateOutput | None) -> RoutedTokens | None:
+    if request.routing is None:
+        return None
+    from scalerl.rollout.servers.routing import RoutedTokens
+
+    rows = None if output is None else output.routed_experts
+    num_tokens = len(request.input_ids) + (0 if output is None else len(output.output_ids))
+    return RoutedTokens(
+        request.routing, request.routed_from, num_tokens, request.routing.unknown(0) if rows is None else rows
+    )
 
 
 # --- the answer of a server ---
@@ -293,11 +339,27 @@ def output_of(slot: Slot, answer: dict[str, Any], *, undone_by_abort: int = 0) -
     if meta["finish_reason"].get("status_code"):
         # Not an abort by a client: SGLang reports its own errors in a stream in this way.
         raise RolloutError(f"{who} was refused: {meta['finish_reason'].get('message')}")
+    num_sampled = len(output_ids)
     if finish_reason == ABORTED and undone_by_abort:
         output_ids, logprobs = output_ids[:-undone_by_abort], logprobs[:-undone_by_abort]
+    experts = _experts_of(slot, meta, finish_reason, num_sampled=num_sampled, num_kept=len(output_ids))
     versions = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0}]
     spans = [(s["start"], int(s["version"])) for s in versions if s["start"] < max(1, len(output_ids))]
-    return slot.extended(output_ids, logprobs, spans, finish_reason)
+    return slot.extended(output_ids, logprobs, spans, finish_reason, experts)
+
+
+def _experts_of(slot: Slot, meta: dict[str, Any], finish_reason: str, **counts: int) -> Tensor | None:
+    if slot.routed is None:
+        return None
+    encoded = meta.get("routed_experts")
+    who = f"request {slot.request_id!r} sample {slot.sample_index}"
+    # An answer that was aborted while it waited has none; its continuation asks for them again.
+    if encoded is None and finish_reason in FINISHED:
+        raise RolloutError(f"{who}: the server gave no experts of its tokens (algorithm.routing_replay)")
+    try:
+        return slot.routed.extended(encoded, **counts)
+    except ValueError as error:
+        raise RolloutError(f"{who}: the server gave {error} (algorithm.routing_replay)") from None
 
 
 def message_of(text: str) -> str:

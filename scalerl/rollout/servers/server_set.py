@@ -92,6 +92,7 @@ class ServerSet:
         single_node: bool,
         owns_devices: bool = False,
         synced: bool = False,
+        returns_experts: bool = False,
         releases_memory: bool = False,
         first_step: int = 0,
     ) -> None:
@@ -100,7 +101,7 @@ class ServerSet:
         settings: of the clients that ask the servers.
         gpu_ids: of the ranks that hold the pool's devices; None on a CPU, and where the servers own the devices.
         owns_devices: the servers take the pool's devices, which nobody else has.
-        first_step: as `server_seed`.  releases_memory: as `Launch`.
+        first_step: as `server_seed`.  releases_memory, returns_experts: as `Launch`.
         synced: a trainer gives them weights, so servers that served another such run may be used.
         single_node: whether all processes that ask them, this one too, are on their machine.
         """
@@ -129,6 +130,7 @@ class ServerSet:
             trust_remote_code=model.trust_remote_code,
             releases_memory=releases_memory,
             synced=synced,
+            returns_experts=returns_experts,
         )
 
     def start(self) -> None:

@@ -163,6 +163,13 @@ def actor_violations(cfg: PPOConfig, shape: ModelShape, *, device: str) -> Itera
     yield from ENGINES[rollout.name].trained_model_violations(
         rollout, shape, section=ROLLOUT, device=device, verify_weights_every=rollout.verify_weights_every
     )
+    if cfg.algorithm.routing_replay is not None:
+        if not shape.num_experts:
+            yield (
+                f"algorithm.routing_replay = {cfg.algorithm.routing_replay}: {cfg.actor_rollout_ref.model.path} is a "
+                f"{shape.model_type} model without experts, whose tokens take no routes; set it to null"
+            )
+        yield from ENGINES[rollout.name].routing_violations(rollout, section=ROLLOUT)
     yield from _too_long(cfg, shape, cfg.actor_rollout_ref.model.path)
 
 

@@ -36,6 +36,7 @@ from scalerl.batch.columns import (
     REWARDS,
     ROLLOUT_IS_WEIGHTS,
     ROLLOUT_LOGPROBS,
+    ROUTED_EXPERTS,
     SCORE,
     SCORES,
     SELECTED,
@@ -159,7 +160,7 @@ class MegatronActor(TrainedModel):
             return Pass(Future(lambda: Collected({}, {}, [])), lambda batch, made: batch)
         made = self.workers.call(
             RLWorker.compute_log_prob,
-            batch.shards("actor", TOKENS),
+            batch.shards("actor", TOKENS, *_routed(batch)),
             temperature=self.temperature,
             correction=self.correction,
             config=self.config,
@@ -229,7 +230,7 @@ class MegatronActor(TrainedModel):
 
         Needs advantages.
         """
-        shards = batch.shards("actor", TOKENS, *self._loss_columns(batch))
+        shards = batch.shards("actor", TOKENS, *_routed(batch), *self._loss_columns(batch))
         metrics, _, columns = self.workers.call(
             RLWorker.evaluate_and_update_actor,
             shards,
@@ -244,7 +245,8 @@ class MegatronActor(TrainedModel):
 
     def update(self, batch: PlacedBatch) -> Metrics:
         """Makes one optimizer update for each mini-batch and epoch. Needs old_logprobs and advantages."""
-        shards = batch.shards("actor", TOKENS, *self._held_old_logprobs, *self._loss_columns(batch))
+        columns = [*_routed(batch), *self._held_old_logprobs, *self._loss_columns(batch)]
+        shards = batch.shards("actor", TOKENS, *columns)
         counts = NUM_LOSS_TOKENS if batch.has(NUM_LOSS_TOKENS) else NUM_SAMPLED_TOKENS
         metrics = self.workers.call(
             RLWorker.update_actor,
@@ -255,6 +257,11 @@ class MegatronActor(TrainedModel):
             bypass_mode=self.correction.bypass_mode,
         ).metrics
         return metrics | self._kl_coef()
+
+
+def _routed(batch: PlacedBatch) -> list[Column[Jagged]]:
+    """The sampler's choices of experts, in a run whose routers follow them."""
+    return [ROUTED_EXPERTS] if batch.has(ROUTED_EXPERTS) else []
 
 
 def _with_old_logprobs(batch: PlacedBatch, made: Collected) -> PlacedBatch:

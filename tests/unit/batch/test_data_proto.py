@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -165,6 +166,20 @@ def test_a_column_has_a_shape_of_its_own() -> None:
             assert torch.equal(column[row], batch.tokens[name][before])
     assert joined[ROUTED_EXPERTS].values.shape == (6, 2, 3) and joined.tokens["patches"].values.shape == (12, 4)
     assert batch.select([1]).tokens["patches"].values.shape == (0, 4)
+
+
+def test_experts_of_tokens_are_read_where_they_are_and_others_may_be_changed() -> None:
+    """A column from the object store is read-only memory that the processes of a node share."""
+    batch = with_own_shapes()
+    states = {name: column.__getstate__() for name, column in batch.tokens.items()}
+    for name, state in states.items():
+        state["values"].flags.writeable = False
+        column = object.__new__(Jagged)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            column.__setstate__(state)
+        shares = column.values.data_ptr() == state["values"].ctypes.data
+        assert shares is (name == "routed_experts") and torch.equal(column.values, batch.tokens[name].values)
 
 
 def test_a_column_is_asked_for_by_what_it_is() -> None:

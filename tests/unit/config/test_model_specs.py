@@ -97,6 +97,11 @@ RULES = [
         f"{FILTER}.enable = true",
         "reward_model.enable=false",
     ),
+    (
+        ["algorithm.routing_replay=rollout", "actor_rollout_ref.rollout.name=embedded"],
+        "algorithm.routing_replay = rollout",
+        "actor_rollout_ref.rollout.name=sglang, or algorithm.routing_replay=null",
+    ),
     # Samples of older policies.
     (
         [f"{PARTIAL}=true"],

@@ -14,6 +14,7 @@ import pytest
 from scalerl.base.user_code import UserCodeError
 from scalerl.config.schema import DataConfig, ProgramConfig
 from scalerl.data import PromptRow, RLHFDataset
+from scalerl.models.routing import RoutingShape
 from scalerl.rollout.program import Ask, Servers, Tools, load_program, run_program, single_turn
 from scalerl.rollout.samples import turn_seed
 from scalerl.rollout.servers.requests import GenerateOutput, SamplingParams
@@ -115,6 +116,21 @@ def test_a_program_that_begins_again_gets_its_turns_again() -> None:
     early = servers(Policy(), record)
     asyncio.run(run_program(single_turn, PROMPT, early, TOOLS))
     assert early.record() == record
+
+
+def test_a_turn_asks_for_the_experts_that_no_turn_before_it_has() -> None:
+    """The first for all, the second from the last token of the first on: two of the prompt, and none of token 2."""
+    routing = RoutingShape((True,), 8, 2)
+
+    async def policy(sample: Servers, number: int, ask: Ask) -> GenerateOutput:
+        rows = routing.unknown(len(ask.input_ids) - ask.routed_from)
+        return GenerateOutput("r", 0, [9], [-0.5], "stop", 4, routed_experts=rows)
+
+    first = servers(policy)  # pyright: ignore[reportArgumentType]
+    trajectory = asyncio.run(run_program(with_a_tool, PROMPT, first, TOOLS))
+    assert [ask.routed_from for ask in first.asks] == [0, 2] and trajectory.num_routed == 5
+    again = servers(Policy(), first.record())
+    assert asyncio.run(run_program(with_a_tool, PROMPT, again, TOOLS)).num_routed == 5
 
 
 def test_a_tool_that_answers_otherwise_makes_another_conversation() -> None:

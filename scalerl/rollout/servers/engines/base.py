@@ -44,6 +44,7 @@ class Launch:
     max_model_len: tokens of prompt and response.  seed: seed of the server's own generator, if its engine has one.
     releases_memory: the server frees its device between generations (GPU).
     synced: it serves nothing before a trainer has given it weights.
+    returns_experts: requests may ask for the experts of their tokens (`GenerateRequest.routing`).
     openai_name: name of the model for clients of OpenAI's API, which get tokens one by one and, unless they ask for
     others, the sampling parameters of the model's generation_config.json; None: scalerl's own client alone asks.
     nnodes, node_rank: of a server with a process on each of several nodes, how many and which one this is; gpu_ids are
@@ -61,6 +62,7 @@ class Launch:
     trust_remote_code: bool = False
     releases_memory: bool = False
     synced: bool = False
+    returns_experts: bool = False
     openai_name: str | None = None
     nnodes: int = 1
     node_rank: int = 0
@@ -133,6 +135,10 @@ class Engine(ABC):
         self, config: ServerConfig, shape: ModelShape, *, section: str, device: str, verify_weights_every: int
     ) -> Iterator[str]:
         """Yields the reasons why a policy cannot be served while it is trained.  section: prefix of config's keys."""
+        return iter(())
+
+    def routing_violations(self, config: ServerConfig, *, section: str) -> Iterator[str]:
+        """Yields the reasons why servers cannot say which experts each token had.  section: prefix of config's keys."""
         return iter(())
 
     def served_model_violations(self, path: str | Path, key: str, tp_size: int) -> Iterator[str]:

@@ -27,6 +27,7 @@ from scalerl.rollout.servers.sglang.placement_arguments import (
     expert_parallel,
     plain_runner,
     unknown_places,
+    unknown_rows,
 )
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ NEEDED_CONFIG: dict[str, dict[str, Any]] = {
 PLAIN_EXPERTS_ENVIRONMENT = {"SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0"}
 # Of a layer, in config.json's layer_types.
 _ATTENDS = "full_attention"
+# Field of a request for the experts of its tokens. The server's argument has `enable_` before it.
+RETURN_EXPERTS = "return_routed_experts"
 # On a GPU SGLang may put DeepSeek-V3's shared experts among the routed ones.
 SHARED_EXPERTS_APART = {"disable_shared_experts_fusion": True}
 
@@ -125,6 +128,8 @@ class SGLangEngine(Engine):
             arguments["load_format"] = "dummy"
         if changes:
             arguments["json_model_override_args"] = json.dumps(changes)
+        if launch.returns_experts:
+            arguments[f"enable_{RETURN_EXPERTS}"] = True
         if config.kv_cache_tokens is not None:
             arguments["max_total_tokens"] = config.kv_cache_tokens
         arguments |= {key.replace("-", "_"): value for key, value in _own_arguments(config.engine_kwargs).items()}
@@ -138,11 +143,15 @@ class SGLangEngine(Engine):
 
     def generate(self, request: GenerateRequest, slots: Sequence[Slot]) -> Call:
         call = super().generate(request, slots)
-        if request.progress:
-            return call
-        # SGLang computes the prompt of n equal samples once.
-        sampling = self.sampling_params(request, slots[0]) | {"n": len(slots)}
-        return replace(call, body={**(call.body or {}), "input_ids": request.input_ids, "sampling_params": sampling})
+        body = dict(call.body or {})
+        if routed := [slot.routed for slot in slots if slot.routed is not None]:
+            # One number for all samples; `RoutedTokens` leaves out what a sample has already.
+            body |= {RETURN_EXPERTS: True, "routed_experts_start_len": min(tokens.next for tokens in routed)}
+        if not request.progress:
+            # SGLang computes the prompt of n equal samples once.
+            sampling = self.sampling_params(request, slots[0]) | {"n": len(slots)}
+            body |= {"input_ids": request.input_ids, "sampling_params": sampling}
+        return replace(call, body=body)
 
     def sampling_params(self, request: GenerateRequest, slot: Slot) -> dict[str, Any]:
         return super().sampling_params(request, slot) | {"skip_special_tokens": False}
@@ -203,6 +212,14 @@ class SGLangEngine(Engine):
                     f"not known with engine_kwargs.sglang.{argument}, which {effect}; leave it out, or set "
                     "verify_weights_every to 0"
                 )
+
+    def routing_violations(self, config: ServerConfig, *, section: str) -> Iterator[str]:
+        for argument, effect in unknown_rows(_own_arguments(config.engine_kwargs)):
+            yield (
+                f"algorithm.routing_replay = rollout: the experts of each token are not known with "
+                f"{section}.engine_kwargs.sglang.{argument}, which {effect}; leave it out, or set "
+                "algorithm.routing_replay=null"
+            )
 
     def served_model_violations(self, path: str | Path, key: str, tp_size: int) -> Iterator[str]:
         try:

@@ -25,6 +25,8 @@ from scalerl.rollout.servers.supervise import SERVER_ID
 REFUSALS = (ValueError, TypeError, AssertionError, ArithmeticError, NotImplementedError)
 # Argument of a server that people ask.
 SERVED_NAME = "--served-model-name"
+# Argument of a server that says which experts its routers chose.
+RETURNS_EXPERTS = "--enable-return-routed-experts"
 # Of a malformed request, those that are named.
 MOST_ERRORS = 3
 LISTEN_TIMEOUT_S = 120.0
@@ -118,6 +120,29 @@ def name_shared_memory(server_id: str) -> None:
     PortArgs.init_new = staticmethod(named)
 
 
+def number_routers() -> None:
+    """Makes every router of a model write the experts that it chose into the row of its layer.
+
+    SGLang gives the number of the layer to the routers of some models alone; others, Mixtral's among them, end the
+    server at the first request, if it returns experts.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def number(runner: Any) -> None:
+        from sglang.srt.layers.moe.topk import TopK
+
+        for name, module in runner.model.named_modules():
+            if (
+                isinstance(module, TopK)
+                and module.layer_id is None
+                and (layer := re.search(r"\blayers\.(\d+)\.", name))
+            ):
+                module.layer_id = int(layer[1])
+
+    capturer = "sglang.srt.model_executor.model_runner.ModelRunner.init_routed_experts_capturer"
+    HookRegistry.register(capturer, number, HookType.BEFORE)
+
+
 def refusing(check: Callable[[Any], None]) -> Callable[[Any], None]:
     """A check of SGLang's arguments that ends the process with argparse's exit code where it refuses them.
 
@@ -143,6 +168,8 @@ def main() -> None:
         from sglang.srt.server_args import ServerArgs, prepare_server_args
         from sglang.srt.utils import kill_process_tree
 
+    if RETURNS_EXPERTS in sys.argv:
+        number_routers()
     load_plugins()
     for check in ("resolve_once", "check_server_args"):
         setattr(ServerArgs, check, refusing(getattr(ServerArgs, check)))
@@ -162,3 +189,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__" and RETURNS_EXPERTS in sys.argv:
+    # A process that SGLang spawns, as on a GPU; it loads its plugins, and these hooks with them, later.
+    number_routers()

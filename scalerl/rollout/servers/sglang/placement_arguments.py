@@ -1,5 +1,7 @@
 """SGLang's arguments that decide which rank stores what: how ranks share experts, and with which it is not known.
 
+Those with which a server does not know the experts of each token are here, too.
+
 From the sources of sglang 0.5.21: `runtime_context.derive_spawn_ranks`, `FusedMoE`, `arg_groups/`. No import of sglang.
 """
 
@@ -30,6 +32,7 @@ ALIASES = {
     "data_parallel_size": "dp_size",
     "moe_data_parallel_size": "moe_dp_size",
     "attention_context_parallel_size": "attn_cp_size",
+    "pipeline_parallel_size": "pp_size",
 }
 # The way of tokens to experts. With DeepEP every rank of a server has a range of the experts, whatever ep_size is.
 EXCHANGE, DEEPEP = "moe_a2a_backend", "deepep"
@@ -64,6 +67,18 @@ PLACE_ARGUMENTS: dict[str, tuple[Any, str]] = {
     "kt_": (None, "has experts in the host's memory"),
     "quantization": (None, "stores other numbers"),
 }
+# As PLACE_ARGUMENTS, of what becomes of the rows of experts, which SGLang keeps for each slot of its KV cache.
+ROW_ARGUMENTS: dict[str, tuple[Any, str]] = {
+    "enable_hierarchical_cache": (None, "brings tokens back whose experts are gone"),
+    "enable_lmcache": (None, "brings tokens back whose experts are gone"),
+    "disaggregation_mode": ("null", "has another server compute the prompts"),
+    "pp_size": (1, "has each rank see its own layers alone"),
+    "attn_cp_size": (1, "has each rank see its own tokens alone"),
+    "enable_two_batch_overlap": (None, "has two batches write the same rows"),
+    "speculative_algorithm": (None, "computes tokens that are not drawn"),
+}
+# Without chunks a prompt may be longer than the buffer of a pass.
+CHUNKS = "chunked_prefill_size"
 # Those that change other places than experts', and so those of any model.
 OF_ANY_MODEL = ("enable_dp_", "dp_size", "attn_cp_size", "quantization")
 # Beginnings of arguments about experts; of those that are not named here nothing is known.
@@ -120,6 +135,16 @@ def unknown_places(own: Mapping[str, Any], model_type: str, *, is_mixture: bool 
             continue
         effect = _effect(name, value, arguments, model_type)
         if effect is not None:
+            yield f"{name}={show(value)}", effect
+
+
+def unknown_rows(own: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields the arguments with which the experts of each token are not known: (argument=value, what it does)."""
+    for name, value in sorted(_by_name(own).items()):
+        harmless, effect = ROW_ARGUMENTS.get(name, (value, ""))
+        if name == CHUNKS and str(value) == "-1":
+            harmless, effect = None, "has no room for the experts of a long prompt"
+        if not _is_left_out(value) and str(value) != str(harmless):
             yield f"{name}={show(value)}", effect
 
 

@@ -239,6 +239,23 @@ def test_host_memory_of_saves_in_the_background() -> None:
     )
 
 
+def test_host_memory_of_routed_experts() -> None:
+    """Qwen3-235B-A22B: 94 layers of 8 experts, a byte for each; SGLang has four, for each token of its cache."""
+    sizes = ("data.max_prompt_length=1000", "data.max_response_length=3000", "data.train_batch_size=16")
+    run = (*sizes, f"{ROLLOUT}.kv_cache_tokens=1000000", f"{ROLLOUT}.tensor_model_parallel_size=8")
+    without = plan(*run, name="qwen3-235b-a22b")
+    assert without.routed is None and "routed experts" not in summary(without)
+    planned = plan(*run, "algorithm.routing_replay=rollout", name="qwen3-235b-a22b")
+    assert planned.routed is not None
+    assert (planned.routed.token, planned.routed.step) == (752, 16 * 8 * 4000 * 752)
+    assert planned.routed.server == 4 * 752 * 10**6
+    (line,) = (line for line in summary(planned).splitlines() if "routed experts" in line)
+    assert "752 bytes per token" in line and "2.8 GiB for a rank of a server" in line
+    # DeepSeek-V3's dense layers are rows, too: 256 experts of 61 layers.
+    deepseek = plan(*run, "algorithm.routing_replay=rollout", name="deepseek-v3")
+    assert deepseek.routed is not None and deepseek.routed.token == 488
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A YAML file is taken by its path; what does not fit is refused; no weights and no data are there."""
     model = model_directory("qwen3-0.6b", tmp_path / "model")

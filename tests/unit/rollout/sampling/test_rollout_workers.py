@@ -23,7 +23,7 @@ from scalerl.batch.data_proto import DataProto, Jagged
 from scalerl.cluster.batch import HeldRows, PlacedBatch, TokenColumn
 from scalerl.rollout.sampling.dump import even_ranges
 from scalerl.rollout.sampling.groups import EarlyEnd, EarlyEndCount, GroupScores, SampleGroup
-from scalerl.rollout.sampling.held_batches import DUMPED_COLUMNS
+from scalerl.rollout.sampling.held_batches import APART
 from scalerl.rollout.sampling.rollout import Finished, merged
 from scalerl.rollout.sampling.rollout_workers import (
     MAX_DUMP_FILES,
@@ -197,7 +197,7 @@ class Holder:
 def ids(rows: Sequence[int]) -> DataProto:
     """Token columns of the step's rows: row 3 has three tokens 3."""
     column = Jagged.from_list([torch.full((row,), row) for row in rows], torch.int64)
-    return DataProto(dict.fromkeys((*TRAINED_COLUMNS, *DUMPED_COLUMNS), column))
+    return DataProto(dict.fromkeys((*TRAINED_COLUMNS, *sorted(APART)), column))
 
 
 @settings(deadline=None)
@@ -220,6 +220,12 @@ def test_a_ranks_rows_come_from_whoever_holds_them(num_workers: int, dp_size: in
     for dp_rank, shard in enumerate(shards):
         assert list(shard.tokens) == list(TRAINED_COLUMNS)
         assert [row.tolist() for row in shard.tokens["input_ids"]] == [[row] * row for row in plan.rows(dp_rank)]
+    # A column that ranks do not get with the others.
+    for dp_rank, shard in enumerate(
+        workers.shards(HeldRows({}, tuple(batches), batch_S, row_S), plan, "routed_experts")
+    ):
+        assert list(shard.tokens) == ["routed_experts"]
+        assert [row.tolist() for row in shard.tokens["routed_experts"]] == [[row] * row for row in plan.rows(dp_rank)]
 
 
 def holders(num_workers: int, num_rows: int) -> tuple[Here, HeldRows]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
+import torch
 
-from scalerl.batch.columns import COLUMNS
+from scalerl.batch.columns import COLUMNS, ROUTED_EXPERTS
 from scalerl.batch.data_proto import DataProto
 from scalerl.data import PromptRow
+from scalerl.models.routing import RoutingShape, is_known
 from scalerl.rewards.manager import ScoreResult
 from scalerl.rollout.program import Trajectory
 from scalerl.rollout.prompt_sampling import sampling_of
@@ -113,6 +117,50 @@ def test_the_columns_are_those_of_the_table_with_their_dtypes() -> None:
     dtypes |= {name: str(column.dtype) for name, column in made.samples.items()}
     assert dtypes == {name: COLUMNS[name].dtype for name in dtypes}
     assert all(COLUMNS[name].shape == "T" for name in made.tokens) and COLUMNS["uid"].shape == "S"
+
+
+ROUTING = RoutingShape((True,), 256, 2)
+
+
+def routed(ids: list[int], positions: Sequence[int]) -> GenerateOutput:
+    """A turn with these tokens, and rows of these positions: expert p and p + 1 at position p."""
+    rows = ROUTING.packed(np.array([[[p, p + 1]] for p in positions], np.int32).reshape(-1, 1, 2))
+    return GenerateOutput("r", 0, ids, [-0.5] * len(ids), "stop", 4, routed_experts=rows)
+
+
+def first_experts(*samples: Trajectory) -> list[list[int]]:
+    """The first expert of each token of each sample, -1 where it is not known."""
+    prompts = [prompt(0, sample.prompt_ids) for sample in samples]
+    made = to_batch(samples, prompts, [ScoreResult(0.0)] * len(samples), [0] * len(samples), routing=ROUTING)
+    column = made[ROUTED_EXPERTS]
+    assert column.values.dtype == torch.uint8
+    return [torch.where(is_known(rows), rows[..., 0].int(), -1).flatten().tolist() for rows in column]
+
+
+def test_rows_of_turns_are_one_column() -> None:
+    """Of a prompt, of what a tool said, and of all that was sampled, but of the last token."""
+    one, two, none = (Trajectory(0, index, [1, 2], 9) for index in range(3))
+    one.parts.append(routed([7, 8, 9], range(4)))
+    two.parts.append(routed([6], range(2)))
+    assert two.num_routed == 2
+    two.observe([5, 5])
+    # From the last token of the turn before on.
+    two.parts.append(routed([8, 9], range(2, 6)))
+    assert two.num_routed == 6
+    two.observe([4])
+    none.parts.append(GenerateOutput("r", 0, [3], [-0.5], "stop", 4))
+    assert first_experts(one, two, none) == [[0, 1, 2, 3, -1], [0, 1, 2, 3, 4, 5, -1, -1], [-1, -1, -1]]
+    assert first_experts() == []
+
+
+def test_a_program_that_takes_tokens_away_leaves_others_without_rows() -> None:
+    sample = Trajectory(0, 0, [1, 2], 9)
+    sample.parts.append(routed([6], range(2)))
+    sample.observe([5, 5])
+    sample.parts.append(routed([8, 9, 7], range(2, 7)))
+    del sample.parts[1]
+    # Tokens 5 and 6 of the conversation are 3 and 4 now; what the model made of the token before them is not known.
+    assert first_experts(sample) == [[0, 1, -1, 5, 6, -1]]
 
 
 def test_a_loss_gets_numbers_of_the_reward_function_or_of_the_data() -> None:

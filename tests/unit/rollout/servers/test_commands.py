@@ -22,6 +22,7 @@ from scalerl.models import ModelShape
 from scalerl.rollout.servers.engines import ENGINES, Command, Launch
 from scalerl.rollout.servers.engines.base import check_context_length
 from scalerl.rollout.servers.engines.sglang import CONTEXT_SLACK, PLAIN_EXPERTS_ENVIRONMENT
+from scalerl.rollout.servers.sglang.launch import RETURNS_EXPERTS
 from scalerl.rollout.servers.sglang.placement_arguments import MIXTURES, PLAIN_RUNNERS
 from tests.lanes import full
 from tests.model_configs import model_directory, read_config
@@ -62,6 +63,29 @@ def test_clients_of_openais_api_get_single_tokens_and_the_models_own_sampling() 
     command, _ = sglang_command(RolloutConfig(), "cpu")
     assert "--served-model-name" not in command
     assert [value_of(command, flag) for flag in flags] == [str(2**30), "openai"]
+
+
+def test_a_server_that_says_its_experts_has_the_argument_for_it() -> None:
+    for device in ("cpu", "cuda"):
+        assert RETURNS_EXPERTS in sglang_command(RolloutConfig(), device, returns_experts=True)[0]
+        assert RETURNS_EXPERTS not in sglang_command(RolloutConfig(), device)[0]
+
+
+@pytest.mark.parametrize("arguments", [[RETURNS_EXPERTS], []])
+def test_processes_that_sglang_spawns_number_the_routers_of_a_model(arguments: list[str]) -> None:
+    """As multiprocessing starts them: they run the server's module again, under another name, before anything else."""
+    program = f"""
+import runpy, sys
+sys.argv = ["launch", *{arguments}]
+runpy.run_module("scalerl.rollout.servers.sglang.launch", run_name="__mp_main__", alter_sys=True)
+from sglang.srt.plugins.hook_registry import HookRegistry
+print(any("init_routed_experts_capturer" in target for target in HookRegistry._hooks))
+"""
+    environment = {**os.environ, **import_environment()}
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=300
+    )
+    assert result.stdout.split()[-1] == str(bool(arguments))
 
 
 def test_commands_of_a_server_on_two_nodes_differ_in_rank_and_address_alone() -> None:

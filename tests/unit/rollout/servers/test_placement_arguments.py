@@ -20,6 +20,7 @@ from scalerl.rollout.servers.sglang.placement_arguments import (
     expert_parallel,
     plain_runner,
     unknown_places,
+    unknown_rows,
 )
 from tests.served_weights import expected_checksums
 from tests.tiny_models import make_tiny_model
@@ -85,6 +86,19 @@ def test_arguments_that_leave_known_where_experts_are(own: dict[str, Any]) -> No
 def test_arguments_with_which_it_is_not_known(own: dict[str, Any], argument: str, effect: str) -> None:
     ((named, does),) = unknown_places(own, "mixtral")
     assert named == argument and effect in does
+
+
+def test_arguments_with_which_the_experts_of_tokens_are_not_known() -> None:
+    harmless = {"pp_size": 1, "enable_hierarchical_cache": False, "disaggregation_mode": "null", "ep_size": 2}
+    assert list(unknown_rows(harmless | {"chunked_prefill_size": 4096, "speculative_algorithm": None})) == []
+    own = {"pipeline-parallel-size": 2, "enable-hierarchical-cache": True, "chunked-prefill-size": -1}
+    own["speculative_algorithm"] = "EAGLE"
+    assert [argument for argument, _ in unknown_rows(own)] == [
+        "chunked_prefill_size=-1",
+        "enable_hierarchical_cache=true",
+        "pp_size=2",
+        "speculative_algorithm=EAGLE",
+    ]
 
 
 def test_of_a_dense_model_those_that_cut_or_change_its_own_tensors_count() -> None:

@@ -134,6 +134,15 @@ def test_experts_shared_over_ranks_are_checked_where_sglang_can_share_them(
     assert message.startswith(f"{rollout}.engine_kwargs.sglang.ep_size = many: ")
 
 
+def test_experts_of_the_sampler_are_followed_where_there_are_some_and_they_are_known(directory: Path) -> None:
+    replay, own = "algorithm.routing_replay=rollout", "+actor_rollout_ref.rollout.engine_kwargs.sglang"
+    message = violation(directory, "qwen3", "sglang", 0, replay)
+    assert message.startswith("algorithm.routing_replay = rollout: ") and "model without experts" in message
+    message = violation(directory, "mixtral", "sglang", 0, replay, f"{own}.speculative_algorithm=EAGLE")
+    assert "engine_kwargs.sglang.speculative_algorithm=EAGLE, which" in message
+    check_ppo(config(directory, "mixtral", "sglang", 0, replay))
+
+
 def test_dense_layers_that_sglang_would_not_see_are_refused(directory: Path) -> None:
     message = violation(directory, "with_dense_layers", "sglang", 0)
     assert message.startswith("actor_rollout_ref.rollout.name = sglang: ") and "in layers 1 (mlp_only_layers" in message

@@ -162,6 +162,16 @@ RENAMED = [
     ("critic.model.fsdp_config.mixed_precision.param_dtype=fp32", [], ["critic.megatron.dtype=float32"]),
     (f"{ACTOR}.use_gpg_loss=True", [], [f"{ACTOR}.policy_loss.loss_mode=gpg"]),
     (
+        f"{ACTOR}.router_replay.mode=R3",
+        [f"{ROLLOUT}.enable_rollout_routing_replay=True"],
+        ["algorithm.routing_replay=rollout"],
+    ),
+    (
+        f"{ROLLOUT}.enable_rollout_routing_replay=True",
+        [f"{ACTOR}.router_replay.mode=R3"],
+        ["algorithm.routing_replay=rollout"],
+    ),
+    (
         f"+{ROLLOUT}.enable_expert_parallel=True",
         [f"{ROLLOUT}.tensor_model_parallel_size=2"],
         [f"{ROLLOUT}.engine_kwargs.sglang.ep_size=${{{ROLLOUT}.tensor_model_parallel_size}}"],
@@ -543,5 +553,5 @@ def test_converted_weights_are_refused_once_where_they_are_used():
 
 
 def test_what_is_refused_of_verl_hides_no_broken_rule():
-    messages = violations([*REQUIRED, f"{ACTOR}.router_replay.mode=R3", f"{ACTOR}.policy_loss.loss_mode=cppo"])
+    messages = violations([*REQUIRED, f"{ACTOR}.router_replay.mode=R2", f"{ACTOR}.policy_loss.loss_mode=cppo"])
     assert len(messages) == 2 and "no such policy loss" in messages[1] and "Did you mean" not in messages[1]
