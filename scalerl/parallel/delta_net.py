@@ -19,6 +19,7 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
     sharded_state_dict_default,
 )
+from megatron.core.typed_torch import apply_module
 from torch import Tensor
 
 from scalerl.models import ModelShape
@@ -105,7 +106,7 @@ class GatedDeltaNet(MegatronModule):
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         own: dict[str, Any] = {}
         self._save_to_state_dict(own, "", keep_vars=True)
-        axes = dict.fromkeys(("A_log", "dt_bias", "conv_weight"), 0)
+        axes: dict[str, int] = dict.fromkeys(("A_log", "dt_bias", "conv_weight"), 0)
         sharded = make_sharded_tensors_for_checkpoint(
             own, prefix, axes, sharded_offsets, tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"]
         )
@@ -136,7 +137,7 @@ class GatedSelfAttention(SelfAttention):
         both, key, value = mixed.split([mixed.shape[-1] - 2 * head_dim, head_dim, head_dim], dim=-1)
         query, gate = both.unflatten(-1, (-1, 2, head_dim)).flatten(2, 3).unbind(3)
         if self.q_layernorm is not None and self.k_layernorm is not None:
-            query, key = self.q_layernorm(query), self.k_layernorm(key)
+            query, key = apply_module(self.q_layernorm)(query), apply_module(self.k_layernorm)(key)
         return query, key, value, gate
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:

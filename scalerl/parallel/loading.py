@@ -8,7 +8,7 @@ import torch
 
 from scalerl.models import Family, HFWeights, ModelShape, Param
 from scalerl.parallel.expert_weights import named_tensors
-from scalerl.parallel.layout import Groups
+from scalerl.parallel.layout import Groups, mark
 
 
 def local_params(family: Family, shape: ModelShape, groups: Groups) -> Iterator[tuple[Param, int, str]]:
@@ -73,4 +73,8 @@ def _fill(
         expected = param.mcore_shape(shape, size)
         assert target.shape == expected, f"{name}: model {tuple(target.shape)}, table {expected}"
         param.shard(weights.read, shape, rank, size, out=target)
+        if param.kind != "replicated" and param.expert is None:
+            # megatron marks its own layers so, and nobody those of ours; without the mark the gradient norm counts one
+            # tp rank's part alone.
+            mark(target, tensor_model_parallel=True, partition_dim=int(param.kind == "row"), partition_stride=1)
     assert not tensors, f"parameters that no table entry fills: {sorted(tensors)}"
