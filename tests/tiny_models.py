@@ -16,6 +16,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -48,8 +50,9 @@ FAMILIES = {
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
 }
-WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss")
 
 
 def tiny_tokenizer(vocab_size: int = 512) -> PreTrainedTokenizerFast:
@@ -132,9 +135,12 @@ def make_tiny_model(
         torch.manual_seed(seed)
         model = model_class(config_class(**config))
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 1:
+            for name, parameter in model.named_parameters():
+                if parameter.ndim == 1 or name.endswith("_bias"):
                     parameter.add_(0.1 * torch.randn_like(parameter))
+                elif family == "gpt_oss" and name.endswith("gate_up_proj"):
+                    # So that some numbers are beyond the bounds of its activation.
+                    parameter.mul_(4.0)
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
                     buffer.add_(0.1 * torch.randn_like(buffer))
@@ -202,6 +208,21 @@ def _of_family(family: str, hidden_size: int, num_experts: int) -> dict[str, Any
             "qk_nope_head_dim": 16,
             "qk_rope_head_dim": 8,
             "v_head_dim": 12,
+        }
+    if family == "gpt_oss":
+        return {
+            "num_local_experts": num_experts,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+            },
         }
     if family == "glm4_moe":
         return {

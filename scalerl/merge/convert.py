@@ -15,8 +15,8 @@ import torch
 from scalerl.checkpoint.pieces import TensorSpec
 from scalerl.checkpoint.store import COMPLETE_NAME, integrity_problem
 from scalerl.checkpoint.torch_dist import DistCheckpoint, while_there
-from scalerl.merge.copy import Copy, copy_all
-from scalerl.merge.writer import DTYPE_NAMES, model_files, whole_directory
+from scalerl.merge.copy import Copy, StackPart, copy_all
+from scalerl.merge.writer import DTYPE_NAMES, SafetensorsFile, model_files, whole_directory
 from scalerl.models import (
     CHECKPOINT_MODEL_PREFIX,
     CHECKPOINT_MODEL_ROOTS,
@@ -195,14 +195,29 @@ def _write_tensors(
     groups = [
         {n: TensorSpec(size, to) for n, size in p.hf_shapes(shape).items()}
         for p, to in zip(params, dtypes, strict=True)
+        if not p.stacked or p.expert == 0
     ]
     with model_files(out_dir, groups, max_shard_bytes) as files:
         wanted = [
-            Copy(keys[param.name], param.rows_of(shape), {name: files[name] for name in param.hf}, to)
+            _copy(param, shape, keys[param.name], {name: files[name] for name in param.hf}, to)
             for param, to in zip(params, dtypes, strict=True)
         ]
         copy_all(checkpoint, wanted, num_workers)
     return {name: spec for group in groups for name, spec in group.items()}
+
+
+def _copy(
+    param: Param, shape: ModelShape, key: str, files: Mapping[str, SafetensorsFile], dtype: torch.dtype
+) -> Copy:
+    if not param.stacked:
+        return Copy(key, param.rows_of(shape), files, dtype)
+
+    def in_stack(whole: torch.Tensor) -> StackPart:
+        part = param.of_stack(whole, shape)
+        assert param.expert is not None
+        return StackPart(param.hf[0], param.expert * part.numel(), part)
+
+    return Copy(key, (), files, dtype, in_stack)
 
 
 def copy_beside(hf_dir: Path, out_dir: Path, dtype: torch.dtype) -> None:

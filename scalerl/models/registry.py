@@ -5,10 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from scalerl.models import deepseek_v3, glm4_moe, glm4_moe_lite, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from scalerl.models import (
+    deepseek_v3,
+    glm4_moe,
+    glm4_moe_lite,
+    gpt_oss,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from scalerl.models.table import Family
 
-_MODULES = (qwen3, qwen2, llama, mistral, qwen3_moe, mixtral, deepseek_v3, glm4_moe, glm4_moe_lite)
+_MODULES = (qwen3, qwen2, llama, mistral, qwen3_moe, mixtral, deepseek_v3, glm4_moe, glm4_moe_lite, gpt_oss)
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 # Other model_types of config.json, of models whose tensors and sizes are those of a family.
 ALIASES = {"kimi_k2": "deepseek_v3"}

@@ -37,7 +37,7 @@ _ROPE_NUMBERS = {"rope_theta", _PARTIAL, *LLAMA3_ROPE_KEYS, *YARN_ROPE_KEYS}
 # Integers that a model may have as 0, and as null: none.
 _MAY_BE_ZERO = ("first_k_dense_replace", "n_shared_experts")
 _MAY_BE_NULL = ("q_lora_rank", "sliding_window")
-_KINDS = {bool: "true or false", float: "a floating-point number", str: "a text"}
+_KINDS = {bool: "true or false", float: "a floating-point number", str: "a text", dict: "an object"}
 DTYPES = ("float32", "bfloat16", "float16")
 Head = Literal["lm", "value"]
 LM_ARCHITECTURE = "ForCausalLM"
@@ -61,6 +61,9 @@ class ModelShape:
     experts sum to 1, before router_scale. router_has_bias: the router has a bias that affects the choice only.
     router_groups, router_top_groups: experts are chosen from the best router_top_groups of router_groups groups.
     partial_rotary_factor: the part of each head, from its first number on, that the rotary embedding turns.
+    sliding_layers: True for each layer whose tokens see only the last sliding_window tokens, themselves among them
+    (empty: no layer). attention_sinks: each head has a learned logit that takes a share of its softmax.
+    linear_bias: attention's output projections, routers and experts have biases, and experts gpt-oss's activation.
     num_prediction_layers: extra layers that predict further tokens; they are stored with the model and not used.
     q_lora_rank .. v_head_dim: latent attention (None: grouped-query attention; q_lora_rank None: queries uncompressed).
     head: lm (next-token logits), or value (one number per token: critics and reward models; never tied).
@@ -96,6 +99,10 @@ class ModelShape:
     router_scale: float = 1.0
     num_prediction_layers: int = 0
     partial_rotary_factor: float = 1.0
+    sliding_layers: tuple[bool, ...] = ()
+    sliding_window: int = 0
+    attention_sinks: bool = False
+    linear_bias: bool = False
     q_lora_rank: int | None = None
     kv_lora_rank: int | None = None
     qk_nope_head_dim: int | None = None
@@ -128,7 +135,8 @@ class ModelShape:
         problems += _unsupported(config, family)
         mixture, mixture_problems = family.mixture.fields(config) if family.mixture else ({}, [])
         latent, latent_problems = _latent(config) if family.latent else ({}, [])
-        problems += mixture_problems + latent_problems
+        sliding, sliding_problems = _sliding(config) if family.sliding_layers else ({}, [])
+        problems += mixture_problems + latent_problems + sliding_problems
         heads = config["num_attention_heads"]
         kv_heads = (None if family.latent else config["num_key_value_heads"]) or heads
         if heads % kv_heads:
@@ -157,6 +165,8 @@ class ModelShape:
             num_prediction_layers=config.get("num_nextn_predict_layers") or 0,
             **mixture,
             **latent,
+            **sliding,
+            **family.facts,
         )
 
     @property
@@ -332,6 +342,20 @@ def _latent(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return sizes | {"q_lora_rank": config.get("q_lora_rank"), "head_dim": head_dim}, []
 
 
+def _sliding(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Which layers have a sliding window, and one sentence per problem.  config: with the family's defaults."""
+    num_layers, kinds, window = config["num_hidden_layers"], config.get("layer_types"), config["sliding_window"]
+    if kinds is None:
+        # What transformers takes.
+        kinds = [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        return {}, [f"layer_types {kinds!r} is not a list of {num_layers} texts, one for each layer"]
+    layers = tuple(kind == "sliding_attention" for kind in kinds)
+    if any(layers) and not window:
+        return {}, [f"sliding_window is {window!r}, and layer_types names sliding_attention: give the window"]
+    return {"sliding_layers": layers, "sliding_window": window or 0}, []
+
+
 def _unsupported(config: Mapping[str, Any], family: Family) -> list[str]:
     problems = [f"{key} {config[key]!r} is not supported" for key in family.refused if config.get(key)]
     window, positions = config.get(family.window), config["max_position_embeddings"]
@@ -340,9 +364,10 @@ def _unsupported(config: Mapping[str, Any], family: Family) -> list[str]:
             f"{family.window} {window} is not supported with max_position_embeddings {positions}: set it to null, or "
             f"max_position_embeddings to {window} at most"
         )
-    layer_types = {t for t in config.get("layer_types") or () if t != "full_attention"}
+    known = ("full_attention", "sliding_attention") if family.sliding_layers else ("full_attention",)
+    layer_types = {str(t) for t in config.get("layer_types") or () if t not in known}
     if layer_types:
-        problems.append(f"layer_types {', '.join(sorted(layer_types))} is not supported (only full_attention)")
+        problems.append(f"layer_types {', '.join(sorted(layer_types))} is not supported (only {', '.join(known)})")
     # transformers leaves out id2label if there are two labels.
     labels = config.get("num_labels") or len(config.get("id2label") or ("LABEL_0", "LABEL_1"))
     if _is_value_model(config) and labels != 1:
