@@ -32,6 +32,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
@@ -234,3 +235,38 @@ def _of_family(family: str, hidden_size: int, num_experts: int) -> dict[str, Any
             "use_qk_norm": True,
         }
     return {}
+
+
+def store_as_mxfp4(model: Path) -> dict[str, torch.Tensor]:
+    """Rewrites the experts of a gpt_oss model as the published models have them: random blocks of mxfp4, with scales.
+
+    Returns all tensors of the model that is then stored, with the experts multiplied out by transformers.
+    """
+    stored, meant = load_file(model / "model.safetensors"), {}
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in list(stored.items()):
+        meant[name] = tensor
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        num_experts, columns, rows = stored.pop(name).shape
+        sizes = (num_experts, rows, columns // 32)
+        blocks = torch.randint(0, 256, (*sizes, 16), dtype=torch.uint8, generator=generator)
+        # Numbers of about 0.1 to 1.
+        scales = torch.randint(121, 126, sizes, dtype=torch.uint8, generator=generator)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        meant[name] = convert_moe_packed_tensors(blocks, scales)
+    save_file(stored, model / "model.safetensors", metadata={"format": "pt"})
+    quantization = {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    }
+    config = json.loads((model / "config.json").read_text())
+    # The published ones name no dtype.
+    config = {key: value for key, value in config.items() if key != "dtype"}
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    return meant

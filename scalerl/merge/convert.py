@@ -206,9 +206,7 @@ def _write_tensors(
     return {name: spec for group in groups for name, spec in group.items()}
 
 
-def _copy(
-    param: Param, shape: ModelShape, key: str, files: Mapping[str, SafetensorsFile], dtype: torch.dtype
-) -> Copy:
+def _copy(param: Param, shape: ModelShape, key: str, files: Mapping[str, SafetensorsFile], dtype: torch.dtype) -> Copy:
     if not param.stacked:
         return Copy(key, param.rows_of(shape), files, dtype)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from scalerl.models.block_scales import weight_block
+from scalerl.models.mxfp4 import is_mxfp4
 from scalerl.models.registry import family_named, family_of
 from scalerl.models.table import Family
 
@@ -141,7 +142,9 @@ class ModelShape:
         kv_heads = (None if family.latent else config["num_key_value_heads"]) or heads
         if heads % kv_heads:
             problems.append(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+        # gpt-oss's published config.json names none.
+        default = "bfloat16" if is_mxfp4(config) else "float32"
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or default).removeprefix("torch.")
         if dtype not in DTYPES:
             problems.append(f"dtype {dtype!r} is not supported (one of {', '.join(DTYPES)})")
         if problems:

@@ -153,6 +153,8 @@ class BucketWriter:
         if param.expert is not None:
             if at.ep_rank != _owner_ep(param, self._shape, self._groups):
                 return False
+            if param.kind == "replicated" and at.etp_rank > 0:
+                return False
             experts_apart = layout.etp_size * layout.ep_size
             copy, num_copies = copy // experts_apart, num_copies // experts_apart
         return self._numbers[param.name] % num_copies == copy

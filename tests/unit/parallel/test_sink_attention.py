@@ -62,7 +62,8 @@ class CPUKernel:
 def inputs(dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(sum(LENGTHS), heads, HEAD_DIM) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)]
-    drawn = [torch.randn(shape, generator=generator) for shape in shapes] + [torch.randn(NUM_HEADS, generator=generator)]
+    shapes.append((NUM_HEADS,))
+    drawn = [torch.randn(shape, generator=generator) for shape in shapes]
     return [tensor.to(dtype).requires_grad_() for tensor in drawn]
 
 
