@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 class ModelSizes:
     """The sizes of a whole model that a layout or activation recompute must divide.
 
+    attention_sinks, biased_experts: as gpt-oss has them; scalerl's own attention and experts compute them alone.
     num_experts: 0 for a dense model.  ffn_hidden_size: of dense layers, 0 where every layer is a mixture.
     """
 
@@ -32,6 +33,8 @@ class ModelSizes:
     moe_ffn_hidden_size: int = 0
     shared_expert_ffn_hidden_size: int = 0
     latent_attention: bool = False
+    attention_sinks: bool = False
+    biased_experts: bool = False
 
 
 def layout_violations(
@@ -62,6 +65,7 @@ def layout_violations(
     violations += _context(sizes, layout, megatron, prefix)
     violations += layout.pipeline_violations(sizes.num_layers, prefix)
     violations += _experts(sizes, layout, megatron, prefix)
+    violations += _without_transformer_engine(sizes, megatron, prefix)
     if rollout_tp is not None:
         split = {name: size for name, size in widths.items() if name != "key/value heads"}
         violations += server_violations(f"{ROLLOUT}.tensor_model_parallel_size", rollout_tp, split, sizes.num_kv_heads)
@@ -154,6 +158,20 @@ def _experts(sizes: ModelSizes, layout: LayoutSizes, megatron: MegatronConfig, p
         yield (
             f"{prefix}.sequence_parallel = false: a mixture of experts with {prefix}.tensor_model_parallel_size = "
             f"{layout.tp_size} needs it (each rank routes its own tokens); set it to true"
+        )
+
+
+def _without_transformer_engine(sizes: ModelSizes, megatron: MegatronConfig, prefix: str) -> Iterator[str]:
+    """Refuses Transformer Engine's modules for what they are not known to compute."""
+    if sizes.attention_sinks and megatron.cp_comm_type is not None:
+        yield (
+            f"{prefix}.cp_comm_type = {megatron.cp_comm_type}: takes Transformer Engine's attention, and the model has "
+            f"attention sinks; set {prefix}.cp_comm_type=null"
+        )
+    if sizes.biased_experts and megatron.moe_experts_impl == "transformer_engine":
+        yield (
+            f"{prefix}.moe_experts_impl = transformer_engine: the model's experts have biases and another activation; "
+            f"set {prefix}.moe_experts_impl=torch"
         )
 
 

@@ -321,6 +321,8 @@ def model_layout_violations(
         moe_ffn_hidden_size=shape.moe_ffn_hidden_size,
         shared_expert_ffn_hidden_size=shape.shared_expert_ffn_hidden_size,
         latent_attention=shape.kv_lora_rank is not None,
+        attention_sinks=shape.attention_sinks,
+        biased_experts=shape.linear_bias,
     )
     violations = layout_violations(sizes, megatron=megatron, world_size=world, rollout_tp=rollout_tp, prefix=prefix)
     return violations or recompute_violations(sizes, megatron, prefix=prefix)

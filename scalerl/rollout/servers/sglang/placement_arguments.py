@@ -12,7 +12,7 @@ from typing import Any
 from scalerl.config.value_checks import show
 
 # Mixtures whose experts SGLang stores as `placement` says; on a CPU tests/sglang/test_sync_mixture.py shows it.
-MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
+MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss")
 # Those whose routers SGLang stores in float32 whatever the model's dtype.
 FLOAT32_ROUTERS = ("glm4_moe", "glm4_moe_lite")
 # Other names of arguments.
