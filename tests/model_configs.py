@@ -33,6 +33,8 @@ NAMES = {
     "DeepSeek-V3": "deepseek-v3",
     "GLM-4.6": "glm-4.6",
     "Kimi-K2-Instruct": "kimi-k2",
+    "gpt-oss-20b": "gpt-oss-20b",
+    "gpt-oss-120b": "gpt-oss-120b",
 }
 CONFIGS = {path.stem: path for path in sorted(MODELS.glob("*.json"))}
 

@@ -57,6 +57,8 @@ FULL = [
     ("deepseek_v3", "ep2"),
     ("glm4_moe", "ep2"),
     ("glm4_moe_lite", "tp2"),
+    ("gpt_oss", "ep2"),
+    ("gpt_oss", "tp2"),
 ]
 assert {family for family, _ in CORE + FULL} == set(FAMILIES)
 
