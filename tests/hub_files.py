@@ -29,7 +29,7 @@ _EXPERTS = re.compile(rf"(.*\.experts\.)(gate_up|down)_proj({SCALE})?")
 def file_shapes(model: nn.Module) -> Shapes:
     """The tensors of transformers' model under the names in files: it has experts in one tensor, files one by one.
 
-    Without those of a vision tower.
+    Without those of a vision tower. gpt-oss's files have experts in one, too.
     """
     return {name: tuple(tensor.shape) for name, tensor in _file_tensors(model).items()}
 
@@ -39,7 +39,7 @@ def _file_tensors(model: Any) -> dict[str, Tensor]:
     for key, tensor in model.state_dict().items():
         if ".visual." in key:
             continue
-        if match := _EXPERTS.fullmatch(key):
+        if model.config.model_type != "gpt_oss" and (match := _EXPERTS.fullmatch(key)):
             before, joined, scale = match.groups(default="")
             parts = ("gate_proj", "up_proj") if joined == "gate_up" else ("down_proj",)
             for expert, both in enumerate(tensor):
@@ -54,12 +54,13 @@ def _file_tensors(model: Any) -> dict[str, Tensor]:
 def headers(name: str, num_layers: int | None = None) -> Headers:
     """The tensors in the files of a model of configs/models.  num_layers: of its first layers alone.
 
-    Where config.json says fp8, transformers' own layers of that kind say what has scales, and of which shape.
+    Where config.json says fp8, transformers' own layers of that kind say what has scales, and of which shape; where it
+    says mxfp4, these are the tensors multiplied out.
     """
     config = read_config(name)
     changes = {} if num_layers is None else {"num_hidden_layers": num_layers}
     model = meta_language_model(config | changes)
-    if "quantization_config" in config:
+    if config.get("quantization_config", {}).get("quant_method") == "fp8":
         quantization = FineGrainedFP8Config.from_dict(config["quantization_config"])
         model = replace_with_fp8_linear(model, ["lm_head"], quantization)
     # Files with a vision tower have the experts of a layer in one tensor.

@@ -36,6 +36,8 @@ NAMES = {
     "Kimi-K2-Instruct": "kimi-k2",
     "Qwen3.5-35B-A3B": "qwen3.5-35b-a3b",
     "Qwen3.5-397B-A17B": "qwen3.5-397b-a17b",
+    "gpt-oss-20b": "gpt-oss-20b",
+    "gpt-oss-120b": "gpt-oss-120b",
 }
 CONFIGS = {path.stem: path for path in sorted(MODELS.glob("*.json"))}
 

@@ -16,6 +16,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -36,6 +38,7 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
@@ -57,9 +60,19 @@ FAMILIES = {
     "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
 }
 WITH_DELTA_NETS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_5_moe_text", "qwen3_next")
+WITH_EXPERTS = (
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v3",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "gpt_oss",
+)
 
 
 def tiny_tokenizer(vocab_size: int = 512) -> PreTrainedTokenizerFast:
@@ -149,8 +162,11 @@ def make_tiny_model(
                 if name.endswith("A_log"):
                     # transformers' states would be gone after a token or two.
                     parameter.uniform_(-3, 0)
-                elif parameter.ndim == 1:
+                elif parameter.ndim == 1 or name.endswith("_bias"):
                     parameter.add_(0.1 * torch.randn_like(parameter))
+                elif family == "gpt_oss" and name.endswith("gate_up_proj"):
+                    # So that some numbers are beyond the bounds of its activation.
+                    parameter.mul_(4.0)
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
                     buffer.add_(0.1 * torch.randn_like(buffer))
@@ -277,6 +293,21 @@ def _of_family(family: str, hidden_size: int, num_experts: int) -> dict[str, Any
             "qk_rope_head_dim": 8,
             "v_head_dim": 12,
         }
+    if family == "gpt_oss":
+        return {
+            "num_local_experts": num_experts,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+            },
+        }
     if family == "glm4_moe":
         return {
             "n_routed_experts": num_experts,
@@ -287,3 +318,38 @@ def _of_family(family: str, hidden_size: int, num_experts: int) -> dict[str, Any
             "use_qk_norm": True,
         }
     return {}
+
+
+def store_as_mxfp4(model: Path) -> dict[str, torch.Tensor]:
+    """Rewrites the experts of a gpt_oss model as the published models have them: random blocks of mxfp4, with scales.
+
+    Returns all tensors of the model that is then stored, with the experts multiplied out by transformers.
+    """
+    stored, meant = load_file(model / "model.safetensors"), {}
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in list(stored.items()):
+        meant[name] = tensor
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        num_experts, columns, rows = stored.pop(name).shape
+        sizes = (num_experts, rows, columns // 32)
+        blocks = torch.randint(0, 256, (*sizes, 16), dtype=torch.uint8, generator=generator)
+        # Numbers of about 0.1 to 1.
+        scales = torch.randint(121, 126, sizes, dtype=torch.uint8, generator=generator)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        meant[name] = convert_moe_packed_tensors(blocks, scales)
+    save_file(stored, model / "model.safetensors", metadata={"format": "pt"})
+    quantization = {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    }
+    config = json.loads((model / "config.json").read_text())
+    # The published ones name no dtype.
+    config = {key: value for key, value in config.items() if key != "dtype"}
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    return meant

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 class ModelSizes:
     """The sizes of a whole model that a layout or activation recompute must divide.
 
+    attention_sinks, biased_experts: as gpt-oss has them; scalerl's own attention and experts compute them alone.
     num_experts: 0 for a dense model.  ffn_hidden_size: of dense layers, 0 where every layer is a mixture.
     linear_num_key_heads: of gated delta nets, 0 for a model without them.
     """
@@ -34,6 +35,8 @@ class ModelSizes:
     shared_expert_ffn_hidden_size: int = 0
     latent_attention: bool = False
     linear_num_key_heads: int = 0
+    attention_sinks: bool = False
+    biased_experts: bool = False
 
 
 def layout_violations(
@@ -65,6 +68,7 @@ def layout_violations(
     violations += _delta_nets(sizes, layout, megatron, prefix)
     violations += layout.pipeline_violations(sizes.num_layers, prefix)
     violations += _experts(sizes, layout, megatron, prefix)
+    violations += _without_transformer_engine(sizes, megatron, prefix)
     if rollout_tp is not None:
         if sizes.linear_num_key_heads:
             widths["key heads of the gated delta nets"] = sizes.linear_num_key_heads
@@ -180,6 +184,20 @@ def _experts(sizes: ModelSizes, layout: LayoutSizes, megatron: MegatronConfig, p
         yield (
             f"{prefix}.sequence_parallel = false: a mixture of experts with {prefix}.tensor_model_parallel_size = "
             f"{layout.tp_size} needs it (each rank routes its own tokens); set it to true"
+        )
+
+
+def _without_transformer_engine(sizes: ModelSizes, megatron: MegatronConfig, prefix: str) -> Iterator[str]:
+    """Refuses Transformer Engine's modules for what they are not known to compute."""
+    if sizes.attention_sinks and megatron.cp_comm_type is not None:
+        yield (
+            f"{prefix}.cp_comm_type = {megatron.cp_comm_type}: takes Transformer Engine's attention, and the model has "
+            f"attention sinks; set {prefix}.cp_comm_type=null"
+        )
+    if sizes.biased_experts and megatron.moe_experts_impl == "transformer_engine":
+        yield (
+            f"{prefix}.moe_experts_impl = transformer_engine: the model's experts have biases and another activation; "
+            f"set {prefix}.moe_experts_impl=torch"
         )
 
 

@@ -15,8 +15,8 @@ import torch
 from scalerl.checkpoint.pieces import TensorSpec
 from scalerl.checkpoint.store import COMPLETE_NAME, integrity_problem
 from scalerl.checkpoint.torch_dist import DistCheckpoint, while_there
-from scalerl.merge.copy import Copy, copy_all
-from scalerl.merge.writer import DTYPE_NAMES, model_files, whole_directory
+from scalerl.merge.copy import Copy, StackPart, copy_all
+from scalerl.merge.writer import DTYPE_NAMES, SafetensorsFile, model_files, whole_directory
 from scalerl.models import (
     CHECKPOINT_MODEL_PREFIX,
     CHECKPOINT_MODEL_ROOTS,
@@ -24,6 +24,7 @@ from scalerl.models import (
     HFWeights,
     LazyTensor,
     ModelShape,
+    Param,
     copy_beside_weights,
     family_of,
     read_config,
@@ -211,23 +212,49 @@ def _write_tensors(
     family = family_of(shape)
     sizes, params = family.stored_shapes(shape), family.params(shape)
     dtypes = [checkpoint.tensors[keys[p.name]].dtype if p.keeps_float32 else dtype for p in params]
-    rows_of = [family.stored_rows(param, shape) for param in params]
+    groups: list[dict[str, TensorSpec]] = []
     specs: dict[str, TensorSpec] = {}
-    groups = []
-    for rows, to in zip(rows_of, dtypes, strict=True):
+    names_of = [_stored_names(param, family, shape) for param in params]
+    for names, to in zip(names_of, dtypes, strict=True):
         # Of stacked experts the first brings the tensor of all.
-        groups.append({r.name: TensorSpec(sizes[r.name], to) for r in rows if r.name not in specs})
+        groups.append({name: TensorSpec(sizes[name], to) for name in names if name not in specs})
         specs |= groups[-1]
     groups += [{name: TensorSpec(tuple(other.get_shape()), other[:0].dtype)} for name, other in others.items()]
     with model_files(out_dir, [group for group in groups if group], max_shard_bytes) as files:
         wanted = [
-            Copy(keys[param.name], rows, {r.name: files[r.name] for r in rows}, to)
-            for param, rows, to in zip(params, rows_of, dtypes, strict=True)
+            _copy(param, family, shape, keys[param.name], {name: files[name] for name in names}, to)
+            for param, names, to in zip(params, names_of, dtypes, strict=True)
         ]
         copy_all(checkpoint, wanted, num_workers)
         for name, other in others.items():
             files[name].write(name, 0, other[:].contiguous())
     return {name: spec for group in groups for name, spec in group.items()}
+
+
+def _stored_names(param: Param, family: Family, shape: ModelShape) -> tuple[str, ...]:
+    """The tensors of the files that a parameter is in."""
+    if param.stacked:
+        return tuple(param.hf_shapes(shape))
+    return tuple(dict.fromkeys(rows.name for rows in family.stored_rows(param, shape)))
+
+
+def _copy(
+    param: Param,
+    family: Family,
+    shape: ModelShape,
+    key: str,
+    files: Mapping[str, SafetensorsFile],
+    dtype: torch.dtype,
+) -> Copy:
+    if not param.stacked:
+        return Copy(key, family.stored_rows(param, shape), files, dtype)
+
+    def in_stack(whole: torch.Tensor) -> StackPart:
+        part = param.of_stack(whole, shape)
+        assert param.expert is not None
+        return StackPart(param.hf[0], param.expert * part.numel(), part)
+
+    return Copy(key, (), files, dtype, in_stack)
 
 
 def copy_beside(hf_dir: Path, out_dir: Path, dtype: torch.dtype) -> None:

@@ -2,7 +2,8 @@
 
 Each Hugging Face tensor consists of rows of one stored tensor (`Param.rows_of`). Rows are read from the pieces that
 hold them, checked, put together where columns are split, converted if another dtype is asked for, and written, all
-while a processor's cache has them: memory is passed once, and no tensor is ever whole in it.
+while a processor's cache has them: memory is passed once, and no tensor is ever whole in it. Stacked experts, whose
+rows are columns in the file, are whole in memory one by one.
 """
 
 from __future__ import annotations
@@ -26,12 +27,25 @@ MAX_WORKERS = 8
 
 @dataclass(frozen=True)
 class Copy:
-    """One stored tensor and where its rows go. files: by Hugging Face name."""
+    """One stored tensor and where its rows go. files: by Hugging Face name.
+
+    in_stack: of an expert in a stacked Hugging Face tensor, which has no rows of it: from the whole tensor to its part.
+    """
 
     key: str
     rows: Sequence[RowRange]
     files: Mapping[str, SafetensorsFile]
     dtype: torch.dtype
+    in_stack: Callable[[torch.Tensor], StackPart] | None = None
+
+
+@dataclass(frozen=True)
+class StackPart:
+    """Numbers of a stacked Hugging Face tensor from number `start` on."""
+
+    name: str
+    start: int
+    numbers: torch.Tensor
 
 
 def copy_all(checkpoint: DistCheckpoint, wanted: Sequence[Copy], num_workers: int | None = None) -> None:
@@ -79,7 +93,7 @@ def _jobs(checkpoint: DistCheckpoint, copy: Copy) -> Iterator[_Job]:
     members: list[StoredPiece] = []
     first = last = 0
     for piece in sorted(checkpoint.pieces(copy.key), key=lambda piece: piece.offsets):
-        if members and piece.offsets[0] >= last:
+        if members and piece.offsets[0] >= last and copy.in_stack is None:
             yield _Job(copy, members, first, last)
             members, first = [], last
         members.append(piece)
@@ -92,7 +106,7 @@ def _run(checkpoint: DistCheckpoint, job: _Job) -> None:
     stored = checkpoint.tensors[job.copy.key]
     columns = stored.shape[1:]
     row_bytes = prod(columns) * max(stored.dtype.itemsize, job.copy.dtype.itemsize)
-    step = max(1, CACHED_BYTES // row_bytes)
+    step = max(1, CACHED_BYTES // row_bytes) if job.copy.in_stack is None else job.last
     buffer = torch.empty((min(step, job.last - job.first), *columns), dtype=job.copy.dtype)
     readers = [(piece, PieceReader(checkpoint, piece)) for piece in job.pieces]
     for start in range(job.first, job.last, step):
@@ -110,6 +124,10 @@ def _run(checkpoint: DistCheckpoint, job: _Job) -> None:
 
 def _write(copy: Copy, first: int, box: torch.Tensor) -> None:
     """Writes whole rows of the stored tensor, from row `first` on, to their places."""
+    if copy.in_stack is not None:
+        part = copy.in_stack(box)
+        copy.files[part.name].write(part.name, part.start, part.numbers)
+        return
     width = prod(box.shape[1:])
     for rows in copy.rows:
         start, stop = max(first, rows.start), min(first + box.shape[0], rows.start + rows.count)

@@ -170,7 +170,7 @@ def _joined_experts(family: Family, shape: ModelShape) -> dict[str, tuple[str, i
     sources = {}
     width, hidden, count = shape.moe_ffn_hidden_size, shape.hidden_size, shape.num_experts
     for param in family.params(shape):
-        if param.expert is None:
+        if param.expert is None or param.stacked:
             continue
         rows = width if len(param.hf) == 2 else hidden
         name = "gate_up_proj" if len(param.hf) == 2 else "down_proj"

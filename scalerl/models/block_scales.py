@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from scalerl.models.mxfp4 import BLOCK, is_mxfp4
 from scalerl.models.table import LazyTensor
 
 if TYPE_CHECKING:
@@ -63,12 +64,14 @@ def weight_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
     quantization = config.get(_QUANTIZATION)
     if not quantization:
         return None
+    if is_mxfp4(config):
+        return (1, BLOCK)
     method, block = quantization.get("quant_method", "unknown method"), quantization.get("weight_block_size")
     if method == "fp8" and quantization.get("fmt", "e4m3") == "e4m3" and _is_block(block):
         return (block[0], block[1])
     raise ValueError(
-        f"{_QUANTIZATION} ({method}): of quantized weights only fp8 (e4m3) with weight_block_size is read; use the "
-        "original model"
+        f"{_QUANTIZATION} ({method}): of quantized weights only fp8 (e4m3) with weight_block_size and mxfp4 are "
+        "read; use the original model"
     )
 
 

@@ -67,6 +67,7 @@ class FlopsShape:
     has as many rows for a gate as for queries.
     kv_lora_rank set: latent attention (MLA) with its q_lora_rank (None: queries uncompressed), qk_nope_head_dim,
     qk_rope_head_dim and v_head_dim; num_kv_heads and head_dim are ignored then.
+    num_sliding_layers: layers whose tokens see the last sliding_window tokens alone.
     """
 
     num_layers: int
@@ -94,6 +95,8 @@ class FlopsShape:
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
+    num_sliding_layers: int = 0
+    sliding_window: int = 0
 
     def as_critic(self) -> FlopsShape:
         """The same model with a value head of width 1 in place of the vocabulary."""
@@ -145,17 +148,21 @@ class FlopsShape:
 
     @property
     def _flops_per_pair(self) -> int:
-        """FLOPs of a (query, key) pair in all layers and heads: a dot product for its score, an axpy for its value."""
+        """FLOPs of a (query, key) pair in all heads of a layer: a dot product for its score, an axpy for its value."""
         mla = self.kv_lora_rank is not None
         qk_dim = self.qk_nope_head_dim + self.qk_rope_head_dim if mla else self.head_dim
-        return 2 * self._num_attending * self.num_heads * (qk_dim + (self.v_head_dim if mla else self.head_dim))
+        return 2 * self.num_heads * (qk_dim + (self.v_head_dim if mla else self.head_dim))
 
     def forward_each(self, seq_lens: ArrayLike) -> np.ndarray:
         """[S] FLOPs of a forward pass over each sequence of these lengths (tokens), logits of every token included."""
         lengths = np.asarray(seq_lens, dtype=np.int64)
-        # A causal mask leaves s * (s + 1) / 2 pairs.
+        # A causal mask leaves s * (s + 1) / 2 pairs; a window of the tokens after the first w leaves w of each.
+        begun = np.minimum(lengths, self.sliding_window)
+        near = begun * (begun + 1) // 2 + (lengths - begun) * self.sliding_window
+        pairs = (self._num_attending - self.num_sliding_layers) * (lengths * (lengths + 1) // 2)
+        pairs += self.num_sliding_layers * near
         per_token = 2 * self.matmul_params + self._state_flops
-        return (per_token * lengths + self._flops_per_pair * (lengths * (lengths + 1) // 2)).astype(float)
+        return (per_token * lengths + self._flops_per_pair * pairs).astype(float)
 
     def forward(self, seq_lens: Iterable[int]) -> float:
         """FLOPs of one forward pass over sequences of these lengths (tokens), logits of every token included."""
@@ -250,5 +257,7 @@ def flops_shape(shape: ModelShape) -> FlopsShape:
         qk_nope_head_dim=shape.qk_nope_head_dim or 0,
         qk_rope_head_dim=shape.qk_rope_head_dim or 0,
         v_head_dim=shape.v_head_dim or 0,
+        num_sliding_layers=sum(shape.sliding_layers),
+        sliding_window=shape.sliding_window,
     )
     return whole.as_critic() if shape.head == "value" else whole

@@ -9,6 +9,7 @@ from scalerl.models import (
     deepseek_v3,
     glm4_moe,
     glm4_moe_lite,
+    gpt_oss,
     llama,
     mistral,
     mixtral,
@@ -34,6 +35,7 @@ _MODULES = (
     qwen3_5,
     qwen3_5_moe,
     qwen3_next,
+    gpt_oss,
 )
 _RELEASED = (qwen3_5.RELEASED, qwen3_5_moe.RELEASED)
 FAMILIES: dict[str, Family] = {

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from scalerl.models.block_scales import weight_block
+from scalerl.models.mxfp4 import is_mxfp4
 from scalerl.models.registry import family_named, family_of
 from scalerl.models.table import Family
 
@@ -47,7 +48,7 @@ _MAY_BE_ZERO = ("first_k_dense_replace", "n_shared_experts")
 _MAY_BE_NULL = ("q_lora_rank", "sliding_window")
 # Keys of config.json that are of the whole model where the language model's are in a key.
 _OF_THE_WHOLE = ("model_type", "architectures", "dtype", "torch_dtype", "quantization_config", "transformers_weights")
-_KINDS = {bool: "true or false", float: "a floating-point number", str: "a text"}
+_KINDS = {bool: "true or false", float: "a floating-point number", str: "a text", dict: "an object"}
 DTYPES = ("float32", "bfloat16", "float16")
 Head = Literal["lm", "value"]
 LM_ARCHITECTURE = "ForCausalLM"
@@ -76,6 +77,9 @@ class ModelShape:
     linear_num_key_heads .. linear_conv_kernel_dim: its sizes (0: none); linear_conv_kernel_dim tokens are seen by its
     convolution. attention_gate: attention's output is multiplied with the sigmoid of a gate. zero_centred_norms: norms
     multiply with 1 + weight, a delta net's output norm excepted.
+    sliding_layers: True for each layer whose tokens see only the last sliding_window tokens, themselves among them
+    (empty: no layer). attention_sinks: each head has a learned logit that takes a share of its softmax.
+    linear_bias: attention's output projections, routers and experts have biases, and experts gpt-oss's activation.
     num_prediction_layers: extra layers that predict further tokens; they are stored with the model and not used.
     q_lora_rank .. v_head_dim: latent attention (None: grouped-query attention; q_lora_rank None: queries uncompressed).
     head: lm (next-token logits), or value (one number per token: critics and reward models; never tied).
@@ -120,6 +124,10 @@ class ModelShape:
     linear_conv_kernel_dim: int = 0
     attention_gate: bool = False
     zero_centred_norms: bool = False
+    sliding_layers: tuple[bool, ...] = ()
+    sliding_window: int = 0
+    attention_sinks: bool = False
+    linear_bias: bool = False
     q_lora_rank: int | None = None
     kv_lora_rank: int | None = None
     qk_nope_head_dim: int | None = None
@@ -154,12 +162,15 @@ class ModelShape:
         mixture, mixture_problems = family.mixture.fields(config) if family.mixture else ({}, [])
         latent, latent_problems = _latent(config) if family.latent else ({}, [])
         delta_net, delta_net_problems = _delta_net(config) if family.delta_net else ({}, [])
-        problems += mixture_problems + latent_problems + delta_net_problems
+        sliding, sliding_problems = _sliding(config) if family.sliding_layers else ({}, [])
+        problems += mixture_problems + latent_problems + delta_net_problems + sliding_problems
         heads = config["num_attention_heads"]
         kv_heads = (None if family.latent else config["num_key_value_heads"]) or heads
         if heads % kv_heads:
             problems.append(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+        # gpt-oss's published config.json names none.
+        default = "bfloat16" if is_mxfp4(config) else "float32"
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or default).removeprefix("torch.")
         if dtype not in DTYPES:
             problems.append(f"dtype {dtype!r} is not supported (one of {', '.join(DTYPES)})")
         if problems:
@@ -184,6 +195,8 @@ class ModelShape:
             **mixture,
             **latent,
             **delta_net,
+            **sliding,
+            **family.facts,
         )
 
     @property
@@ -411,6 +424,20 @@ def _delta_net(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return sizes | {"linear_layers": layers, "attention_gate": True, "zero_centred_norms": True}, problems
 
 
+def _sliding(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Which layers have a sliding window, and one sentence per problem.  config: with the family's defaults."""
+    num_layers, kinds, window = config["num_hidden_layers"], config.get("layer_types"), config["sliding_window"]
+    if kinds is None:
+        # What transformers takes.
+        kinds = [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        return {}, [f"layer_types {kinds!r} is not a list of {num_layers} texts, one for each layer"]
+    layers = tuple(kind == "sliding_attention" for kind in kinds)
+    if any(layers) and not window:
+        return {}, [f"sliding_window is {window!r}, and layer_types names sliding_attention: give the window"]
+    return {"sliding_layers": layers, "sliding_window": window or 0}, []
+
+
 def _unsupported(config: Mapping[str, Any], family: Family) -> list[str]:
     problems = [f"{key} {config[key]!r} is not supported" for key in family.refused if config.get(key)]
     window, positions = config.get(family.window), config["max_position_embeddings"]
@@ -419,7 +446,9 @@ def _unsupported(config: Mapping[str, Any], family: Family) -> list[str]:
             f"{family.window} {window} is not supported with max_position_embeddings {positions}: set it to null, or "
             f"max_position_embeddings to {window} at most"
         )
-    known = ("full_attention", "linear_attention") if family.delta_net else ("full_attention",)
+    known = ["full_attention"]
+    known += ["linear_attention"] if family.delta_net else []
+    known += ["sliding_attention"] if family.sliding_layers else []
     layer_types = {str(t) for t in config.get("layer_types") or () if t not in known}
     if layer_types:
         problems.append(f"layer_types {', '.join(sorted(layer_types))} is not supported (only {', '.join(known)})")

@@ -37,7 +37,7 @@ def model_bytes(shape: ModelShape, itemsize: int) -> int:
 
 def largest_tensor(shape: ModelShape) -> int:
     """The number of elements of the largest tensor, as a bucket of a weight sync has it."""
-    return max(_numbers(param, shape) for param, _ in counted_params(shape))
+    return max(sum(map(prod, param.hf_shapes(shape).values())) for param, _ in counted_params(shape))
 
 
 def checkpoint_bytes(shape: ModelShape, itemsize: int) -> int:
@@ -46,4 +46,4 @@ def checkpoint_bytes(shape: ModelShape, itemsize: int) -> int:
 
 
 def _numbers(param: Param, shape: ModelShape) -> int:
-    return sum(prod(size) for size in param.hf_shapes(shape).values())
+    return prod(param.joined_shape(shape))

@@ -9,14 +9,17 @@ Megatron-Core layouts (local layer spec), `tp` tensor-parallel ranks:
   vocab    rows, zero padded to `padded_vocab_size`
   column   split over rows (dim 0); row: split over columns (dim 1); replicated: whole on every rank
 A tensor of an expert is split over the expert-tensor-parallel ranks instead, and one expert-parallel rank holds it.
+
+A Hugging Face tensor may have the experts of a layer stacked (`Param.stacked`): [experts, columns, rows], or
+[experts, rows] of biases. Gate and up then take turns in its last dimension.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from scalerl.models.mixture import Mixture
@@ -83,6 +86,7 @@ def dim_sizes(shape: ModelShape) -> dict[str, int]:
         "q": shape.num_attention_heads * shape.head_dim,
         "kv": shape.num_kv_heads * shape.head_dim,
         "head_dim": shape.head_dim,
+        "heads": shape.num_attention_heads,
         "experts": shape.num_experts,
         "expert_ffn": shape.moe_ffn_hidden_size,
         "shared_ffn": shape.shared_expert_ffn_hidden_size,
@@ -146,6 +150,8 @@ class Param:
     keeps_float32: stored, kept and exported as float32 whatever the model's dtype.
     joins_previous: an engine joins it with the tensor before it, and needs both in one bucket.
     sections: of kind delta, the named dimensions of the parts that the rows of each tensor in `hf` consist of.
+    stacked: its one Hugging Face tensor has all experts of the layer; `hf` names it once for each part, and `dims` are
+    those of the parts.
     """
 
     name: str
@@ -158,19 +164,28 @@ class Param:
     keeps_float32: bool = False
     joins_previous: bool = False
     sections: tuple[tuple[str, ...], ...] = ()
+    stacked: bool = False
 
     def hf_shapes(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
         """The shape of each of its Hugging Face tensors."""
+        parts = self.part_shapes(shape)
+        if self.stacked:
+            rows, *columns = parts[0]
+            return {self.hf[0]: (shape.num_experts, *columns, len(parts) * rows)}
+        return dict(zip(self.hf, parts, strict=True))
+
+    def part_shapes(self, shape: ModelShape) -> list[tuple[int, ...]]:
+        """The shapes of what it consists of: Hugging Face tensors, or one expert's parts of a stacked one."""
         sizes = dim_sizes(shape)
-        return {hf: tuple(sizes[d] for d in dims) for hf, dims in zip(self.hf, self.dims, strict=True)}
+        return [tuple(sizes[d] for d in dims) for dims in self.dims]
 
     def joined_shape(self, shape: ModelShape, vocab_rows: int | None = None) -> tuple[int, ...]:
         """The shape once tensor-parallel shards are joined.  vocab_rows: stored rows (None: unpadded)."""
-        hf_shapes = list(self.hf_shapes(shape).values())
-        rows = sum(s[0] for s in hf_shapes)
+        parts = self.part_shapes(shape)
+        rows = sum(s[0] for s in parts)
         if self.kind == "vocab" and vocab_rows is not None:
             rows = vocab_rows
-        return (rows, *hf_shapes[0][1:])
+        return (rows, *parts[0][1:])
 
     def mcore_shape(self, shape: ModelShape, tp_size: int) -> tuple[int, ...]:
         """The local shape on one tensor-parallel rank.  Raises ValueError if tp_size does not divide it."""
@@ -192,8 +207,8 @@ class Param:
         """
         self._check_divides(shape, tp_size)
         self._check_sources(read, shape)
-        for number, hf in enumerate(self.hf):
-            out = self._fill(out, number, self._slices(read(hf), number, shape, tp_rank, tp_size), shape, tp_size)
+        for number, parts in enumerate(self._parts(read, shape, tp_rank, tp_size)):
+            out = self._fill(out, number, parts, shape, tp_size)
         assert out is not None
         return out
 
@@ -213,10 +228,39 @@ class Param:
         self, shard: torch.Tensor, out: Mapping[str, torch.Tensor], shape: ModelShape, tp_rank: int, tp_size: int
     ) -> None:
         """Writes this rank's shard into its part of the whole Hugging Face tensors: the inverse of `shard`."""
-        for number, hf in enumerate(self.hf):
-            parts = self._slices(_InMemory(out[hf]), number, shape, tp_rank, tp_size)
+        for number, parts in enumerate(self._parts(lambda hf: _InMemory(out[hf]), shape, tp_rank, tp_size)):
             for part, place in zip(parts, self._places(shard, shape)[number], strict=True):
                 part.copy_(place[: len(part)])
+
+    def _parts(self, read: Read, shape: ModelShape, tp_rank: int, tp_size: int) -> Iterator[list[torch.Tensor]]:
+        """Yields this rank's parts of each entry of `hf`; views where the tensors are in memory."""
+        if self.stacked:
+            yield from ([part] for part in self._parts_of_stack(read(self.hf[0]), tp_rank, tp_size))
+            return
+        for number, hf in enumerate(self.hf):
+            yield self._slices(read(hf), number, shape, tp_rank, tp_size)
+
+    def _parts_of_stack(self, source: LazyTensor, tp_rank: int, tp_size: int) -> Iterator[torch.Tensor]:
+        """Yields this rank's parts of its expert, each [rows, columns] or [rows]; what is read is read once."""
+        assert self.expert is not None, self.name
+        *columns, rows = source.get_shape()[1:]
+        by_rows = self.kind in ("gate_up", "column")
+        span = _span(rows, tp_rank, tp_size) if by_rows else slice(None)
+        if columns:
+            of_rank = _span(columns[0], tp_rank, tp_size) if self.kind == "row" else slice(None)
+            expert = source[self.expert, of_rank, span].transpose(0, 1)
+        else:
+            expert = source[self.expert, span]
+        for part in range(len(self.hf)):
+            yield expert[part :: len(self.hf)]
+
+    def of_stack(self, full: torch.Tensor, shape: ModelShape) -> torch.Tensor:
+        """The joined tensor as its expert has it in the stacked Hugging Face tensor: [columns, rows] or [rows]."""
+        (size,) = self.hf_shapes(shape).values()
+        stored = full.new_empty(size[1:])
+        # One expert alone, as if it were this one.
+        self.write(full, {self.hf[0]: stored.expand(size)}, shape, 0, 1)
+        return stored
 
     def _slices(
         self, source: LazyTensor, number: int, shape: ModelShape, tp_rank: int, tp_size: int
@@ -289,8 +333,9 @@ class Param:
     def to_hf(self, full: torch.Tensor, shape: ModelShape) -> dict[str, torch.Tensor]:
         """Splits a joined tensor into contiguous Hugging Face tensors, without vocabulary padding.
 
-        Raises ValueError when `full` has the wrong shape.
+        Not of a stacked one (`of_stack`).  Raises ValueError when `full` has the wrong shape.
         """
+        assert not self.stacked, self.name
         self.check_joined(full.shape, shape)
         if self._is_grouped:
             import torch
@@ -305,8 +350,23 @@ class Param:
             parts = [full]
         return {hf: part.contiguous() for hf, part in zip(self.hf, parts, strict=True)}
 
+    def add_to_hf(self, full: torch.Tensor, shape: ModelShape, out: dict[str, torch.Tensor]) -> None:
+        """Adds the Hugging Face tensors of a joined tensor to `out`; a stacked one is whole with its last expert's.
+
+        Raises ValueError when `full` has the wrong shape.
+        """
+        if not self.stacked:
+            out |= self.to_hf(full, shape)
+            return
+        self.check_joined(full.shape, shape)
+        for name, size in self.hf_shapes(shape).items():
+            if name not in out:
+                out[name] = full.new_empty(size)
+        self.write(full, out, shape, 0, 1)
+
     def rows_of(self, shape: ModelShape) -> list[RowRange]:
         """The split of `to_hf` as row ranges (of numbers, if it has one dimension); each Hugging Face row once."""
+        assert not self.stacked, self.name
         sizes = [size[0] for size in self.hf_shapes(shape).values()]
         if self._is_grouped:
             groups, counts = self._group_rows(shape)
@@ -354,8 +414,11 @@ class Param:
 
 
 def _rows(source: LazyTensor, rank: int, num_parts: int) -> torch.Tensor:
-    rows = source.get_shape()[0] // num_parts
-    return source[rank * rows : (rank + 1) * rows]
+    return source[_span(source.get_shape()[0], rank, num_parts)]
+
+
+def _span(size: int, rank: int, num_parts: int) -> slice:
+    return slice(rank * size // num_parts, (rank + 1) * size // num_parts)
 
 
 def _vocab_rows(source: LazyTensor, vocab_size: int, tp_rank: int, tp_size: int) -> torch.Tensor:
@@ -385,6 +448,7 @@ class ParamPattern:
     keeps_float32: bool = False
     joins_previous: bool = False
     sections: tuple[tuple[str, ...], ...] = ()
+    stacked: bool = False
 
     @property
     def of_expert(self) -> bool:
@@ -408,7 +472,9 @@ class ParamPattern:
             return text.replace("{i}", str(layer)).replace("{e}", str(expert))
 
         hf = tuple(fill(name) for name in self.hf)
-        flags = self.keeps_float32, self.joins_previous, self.sections
+        # Stacked tensors are sent whole.
+        joins_previous = self.joins_previous or (self.stacked and expert != 0)
+        flags = self.keeps_float32, joins_previous, self.sections, self.stacked
         return Param(fill(self.name), hf, self.kind, self.dims, layer, stage_part, expert, *flags)
 
 
@@ -430,6 +496,8 @@ class Family:
     full_attention_interval); attention has an output gate, and norms multiply with 1 + weight.
     qk_norm, qkv_bias: norms of each query and key head, biases of queries, keys and values; a text is the config.json
     key that says whether a model has them.
+    sliding_layers: layer_types says which layers see `sliding_window` tokens alone.
+    facts: fields of ModelShape that are the same for every model of the family.
     """
 
     model_type: str
@@ -449,17 +517,22 @@ class Family:
     text_config: str = ""
     beside: tuple[str, ...] = ()
     stacks_experts: bool = False
+    sliding_layers: bool = False
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def expert_names(self) -> tuple[str, ...]:
-        """Names, in the files, of an expert's gate, up and down matrix inside a layer, with `{e}`; () if dense."""
-        rules = [rule for rule in self.layer if rule.of_expert]
+        """Names, in the files, of an expert's gate, up and down matrix inside a layer, with `{e}`.
+
+        () if the family is dense, or all its models have their experts stacked.
+        """
+        rules = [rule for rule in self.layer if rule.of_expert and not rule.stacked]
         return tuple(name.rpartition("{i}.")[2].removesuffix(".weight") for rule in rules for name in rule.hf)
 
     @property
     def mixture_name(self) -> str:
-        """Name, in the files, of a layer's mixture of experts inside a layer; MIXTURE_MODULE if dense."""
-        return self.expert_names[0].partition(".")[0] if self.mixture else MIXTURE_MODULE
+        """Name, in the files, of a layer's mixture of experts inside a layer; MIXTURE_MODULE if dense or stacked."""
+        return self.expert_names[0].partition(".")[0] if self.expert_names else MIXTURE_MODULE
 
     def params(self, shape: ModelShape) -> list[Param]:
         """All parameters in the static export order: embedding, layers 0.., final norm, head.
@@ -470,9 +543,12 @@ class Family:
         for i in range(shape.num_layers):
             rules = [rule for rule in self.layer if rule.exists(shape, i)]
             params += [rule.param(i, "layer") for rule in rules if not rule.of_expert]
-            expert_rules = [rule for rule in rules if rule.of_expert]
-            if expert_rules:
-                params += [rule.param(i, "layer", e) for e in range(shape.num_experts) for rule in expert_rules]
+            of_experts = [rule for rule in rules if rule.of_expert]
+            # A stacked tensor is sent with all of its experts.
+            apart = [rule for rule in of_experts if not rule.stacked]
+            params += [rule.param(i, "layer", e) for e, rule in product(range(shape.num_experts), apart)]
+            stacks = [rule for rule in of_experts if rule.stacked]
+            params += [rule.param(i, "layer", e) for rule, e in product(stacks, range(shape.num_experts))]
         params += [rule.param(None, "last") for rule in self.last]
         if shape.head == "value":
             params.append(VALUE_HEAD.param(None, "last"))
@@ -576,6 +652,20 @@ PROJ = ParamPattern(
     "row",
     (("hidden", "q"),),
 )
+PROJ_BIAS = ParamPattern(
+    "decoder.layers.{i}.self_attention.linear_proj.bias",
+    (f"{_HF_LAYER}self_attn.o_proj.bias",),
+    "replicated",
+    (("hidden",),),
+    given="linear_bias",
+)
+SINKS = ParamPattern(
+    "decoder.layers.{i}.self_attention.core_attention.sinks",
+    (f"{_HF_LAYER}self_attn.sinks",),
+    "column",
+    (("heads",),),
+    given="attention_sinks",
+)
 MLP_NORM = _norm("pre_mlp_layernorm", "post_attention_layernorm", "hidden")
 
 
@@ -671,6 +761,8 @@ def decoder_family(
     attention: Iterable[ParamPattern] | None = None,
     delta_net: bool = False,
     beside: Sequence[str] = (),
+    sliding_layers: bool = False,
+    facts: Mapping[str, Any] | None = None,
 ) -> Family:
     """A family of pre-norm decoders with SwiGLU and RMSNorm.
 
@@ -681,7 +773,7 @@ def decoder_family(
     latent = attention is not None and not delta_net
     flags = [flag for flag in (qk_norm, qkv_bias) if isinstance(flag, str)]
     if attention is None:
-        attention = (QKV_WEIGHT, QKV_BIAS, Q_NORM, K_NORM, PROJ)
+        attention = (QKV_WEIGHT, QKV_BIAS, Q_NORM, K_NORM, PROJ, PROJ_BIAS, SINKS)
     return Family(
         model_type=model_type,
         first=(EMBEDDING,),
@@ -697,4 +789,6 @@ def decoder_family(
         latent=latent,
         delta_net=delta_net,
         beside=tuple(beside),
+        sliding_layers=sliding_layers,
+        facts=facts or {},
     )

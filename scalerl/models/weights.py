@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from scalerl.base.files import CONFIG_NAME, files_beside_weights
+from scalerl.models import mxfp4
 from scalerl.models.block_scales import (
     SCALE_SUFFIX,
     STORED_DTYPE,
@@ -24,6 +25,7 @@ from scalerl.models.block_scales import (
     weight_block,
     without_quantization,
 )
+from scalerl.models.mxfp4 import BLOCKS_SUFFIX, SCALES_SUFFIX, Mxfp4Tensor
 from scalerl.models.shape import ModelShape, read_config
 from scalerl.models.table import EMBEDDING, HEAD, HF_MODEL, Family, LazyTensor, stacked_place
 
@@ -60,7 +62,8 @@ class HFWeights:
     before the tensors read from them exceed the size of the largest tensor: no more than that stays resident, unless
     the caller keeps the tensors.
 
-    Tensors in 8-bit floating point are read as float32, multiplied with the scales that are stored beside them.
+    Tensors in 8-bit floating point are read as float32, multiplied with the scales that are stored beside them; those
+    in mxfp4 as bfloat16.
 
     Raises ValueError from the constructor when the directory has no readable safetensors. Use as a context manager,
     or call close().
@@ -136,13 +139,17 @@ class HFWeights:
         place = stacked_place(name) if name not in self._file_of else None
         if place is not None and place[0] in self._file_of:
             return _OfStack(self._slice(place[0]), *place[1:])
-        source = self._slice(name)
+        blocks_of = self._blocks_of(name)
+        stored = name if blocks_of is None else blocks_of[0]
+        source = self._slice(stored)
         num_bytes = _num_bytes(source)
         if self._resident_bytes + num_bytes > self.largest_bytes:
             self.close()
-            source = self._slice(name)
+            source = self._slice(stored)
         # The whole tensor counts, because a rank's columns lie on all of its pages.
         self._resident_bytes += num_bytes
+        if blocks_of is not None:
+            return Mxfp4Tensor(source, self._slice(blocks_of[1]))
         if source.get_dtype() != STORED_DTYPE:
             return source
         if self.block is None:
@@ -155,6 +162,11 @@ class HFWeights:
     def block(self) -> tuple[int, int] | None:
         """Rows and columns that share a scale; None: the model is not quantized.  Raises ValueError as weight_block."""
         return weight_block(read_config(self.dir)) if (self.dir / CONFIG_NAME).is_file() else None
+
+    @cached_property
+    def in_mxfp4(self) -> bool:
+        """Whether config.json says that tensors are stored as mxfp4."""
+        return (self.dir / CONFIG_NAME).is_file() and mxfp4.is_mxfp4(read_config(self.dir))
 
     @cached_property
     def largest_bytes(self) -> int:
@@ -188,8 +200,11 @@ class HFWeights:
             and not HARMLESS.search(n)
             and not n.startswith(unused)
             and not (self.block is not None and n.removesuffix(SCALE_SUFFIX) in expected)
+            and not (self.in_mxfp4 and n.removesuffix(BLOCKS_SUFFIX).removesuffix(SCALES_SUFFIX) in expected)
         ]
-        problems = [f"missing {n}" for n in expected if n not in self._file_of]
+        problems = [f"missing {n}" for n in expected if n not in self._file_of and not self._blocks_of(n)]
+        for name, size in expected.items():
+            problems += self._mxfp4_problems(name, size)
         problems += self._stored_twice()
         problems += [f"unexpected {n}" for n in extra]
         for name, size in expected.items():
@@ -244,6 +259,25 @@ class HFWeights:
         elif self._slice(scales).get_shape() != (wanted := scales_shape(source.get_shape(), self.block)):
             size = self._slice(scales).get_shape()
             yield f"{scales} has shape {tuple(size)}, blocks of {self.block} make {tuple(wanted)}"
+
+    def _blocks_of(self, name: str) -> tuple[str, str] | None:
+        """The names of a tensor's blocks and scales; None where it is not stored as mxfp4."""
+        if not self.in_mxfp4 or name in self._file_of or name + BLOCKS_SUFFIX not in self._file_of:
+            return None
+        return name + BLOCKS_SUFFIX, name + SCALES_SUFFIX
+
+    def _mxfp4_problems(self, name: str, size: tuple[int, ...]) -> Iterator[str]:
+        if (names := self._blocks_of(name)) is None:
+            return
+        blocks, scales = names
+        if scales not in self._file_of:
+            yield f"missing {scales}, the scales of {blocks}"
+            return
+        stored = [self._slice(part) for part in names]
+        if any(part.get_dtype() != mxfp4.STORED_DTYPE for part in stored):
+            yield f"{blocks} and {scales} are stored as {' and '.join(p.get_dtype() for p in stored)}, not as U8"
+        elif (problem := mxfp4.shape_problem(*stored, size)) is not None:
+            yield f"{name} has {problem}"
 
     def close(self) -> None:
         """Unmaps the files; tensors already read stay valid."""

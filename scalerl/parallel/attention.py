@@ -182,15 +182,18 @@ class PackedAttention(torch.nn.Module):
         narrower = query.shape[2] - value.shape[2]
         if narrower:
             value = F.pad(value, (0, narrower))
-        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _varlen_attn() is not None:
-            out = _flash(query, key, value, packing.cu_seqlens_q, packing.max_seqlen_q, self.softmax_scale)
-        else:
-            out = _per_length(query, key, value, packing.lengths, self.softmax_scale)
+        out = self.attend(query, key, value, packing)
         if narrower:
             out = out[..., :-narrower]
         if packing.order is not None:
             out = tokens_to_heads(out, packing.order, self.cp_group)
         return out.reshape(out.shape[0], -1)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
+        """Attends with this rank's heads over all tokens: [P, h, d], [P, kv, d], [P, kv, d] -> [P, h, d]."""
+        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _varlen_attn() is not None:
+            return _flash(query, key, value, packing.cu_seqlens_q, packing.max_seqlen_q, self.softmax_scale)
+        return _per_length(query, key, value, packing.lengths, self.softmax_scale)
 
 
 def _flash(

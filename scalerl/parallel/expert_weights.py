@@ -18,39 +18,49 @@ from torch import Tensor
 from scalerl.parallel.layout import mark
 
 # A parameter of a rank's experts: up to its layer's experts, of which weight, of which expert if it is of one.
-_OF_EXPERTS = re.compile(r"(.*\.experts\.)(linear_fc[12]\.weight)(\d*)")
+_OF_EXPERTS = re.compile(r"(.*\.experts\.)(linear_fc[12]\.(?:weight|bias))(\d*)")
 
 
-def mark_of_experts(weight: Tensor) -> None:
-    """Marks a weight of experts, so that megatron sums its gradient over its copies and counts it in the norm."""
+def mark_of_experts(weight: Tensor, *, is_counted: bool = True) -> None:
+    """Marks a weight of experts, so that megatron sums its gradient over its copies and counts it in the norm.
+
+    is_counted: false on all but one of the expert-tensor-parallel ranks that hold the same numbers.
+    """
     # Its copies are the expert data-parallel group's, whichever ranks share the rest of the layer.
     mark(weight, allreduce=False)
     # Every rank outside that group holds another part: the gradient norm counts all of them.
-    mark(weight, tensor_model_parallel=True, partition_dim=0, partition_stride=1)
+    mark(weight, tensor_model_parallel=is_counted, partition_dim=0, partition_stride=1)
 
 
 def sharded_experts(key: str, weight: Tensor, first: int, groups: Any, sharded_offsets: tuple) -> ShardedTensorFactory:
     """The tensors that a checkpoint has of a weight of experts, a key for each expert.
 
-    key: of the weight, `...experts.linear_fc1.weight` or `...linear_fc2.weight`.  weight: [experts, rows, columns],
-    or [rows, columns] of one.  first: global index of the first expert.  groups: megatron's of this rank.
+    key: of the weight, `...experts.linear_fc1.weight` or `...linear_fc2.weight`, or `...bias`.  weight: [experts, rows,
+    columns], or [rows, columns] of one; of biases [experts, rows].  first: global index of the first expert.  groups:
+    megatron's of this rank.
     """
     etp, etp_rank = groups.expt_tp.size(), groups.expt_tp.rank()
-    is_gate_up = "linear_fc1" in key
+    is_gate_up, is_bias = "linear_fc1" in key, key.endswith("bias")
+    # (dimension, place, number of places): gate and up are two parts of one tensor, each split over etp.
+    split: list[tuple[tuple[int, int, int], ...]] = [((1, etp_rank, etp),)]
+    if is_gate_up:
+        split = [((0, etp_rank, 2 * etp),), ((0, etp + etp_rank, 2 * etp),)]
+    elif is_bias:
+        split = [()]
+    # Of several ranks with the same numbers the first saves them.
+    copy = etp_rank if is_bias and not is_gate_up else 0
 
     def build(key: str, data: Tensor, replica_id: Any, flattened_range: None) -> list[ShardedTensor]:
         shards = []
-        for expert, tensor in enumerate(data.view(-1, *data.shape[-2:]), first):
+        for expert, tensor in enumerate(data.view(-1, *data.shape[-1 if is_bias else -2 :]), first):
             expert_key = key.replace(".experts.", f".experts.local_experts.{expert}.", 1)
-            # (dimension, place, number of places): gate and up are two parts of one tensor, each split over etp.
-            parts = [(0, etp_rank, 2 * etp), (0, etp + etp_rank, 2 * etp)] if is_gate_up else [(1, etp_rank, etp)]
-            for part, offset in zip(tensor.chunk(len(parts)), parts, strict=True):
+            for part, offsets in zip(tensor.chunk(len(split)), split, strict=True):
                 shards.append(
                     ShardedTensor.from_rank_offsets(
                         expert_key,
                         part,
                         *sharded_offsets,
-                        offset,
+                        *offsets,
                         replica_id=replica_id,
                         prepend_axis_num=len(sharded_offsets),
                     )
@@ -63,7 +73,7 @@ def sharded_experts(key: str, weight: Tensor, first: int, groups: Any, sharded_o
     # megatron's type of the two functions says less than it takes.
     build_fn: Any = build
     merge_fn: Any = merge
-    return ShardedTensorFactory(key, weight, build_fn, merge_fn, (0, 0, groups.expt_dp.rank()))
+    return ShardedTensorFactory(key, weight, build_fn, merge_fn, (0, copy, groups.expt_dp.rank()))
 
 
 def named_tensors(model: torch.nn.Module) -> dict[str, Tensor]:

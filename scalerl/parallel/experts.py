@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -92,6 +93,12 @@ class MixtureLayer(TransformerLayer):
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
 
+def _experts_spec(config: Any) -> ModuleSpec:
+    if config.add_bias_linear:
+        return ModuleSpec(module=BiasedExperts)
+    return transformer_engine_experts() if config.moe_grouped_gemm else ModuleSpec(module=Experts)
+
+
 class ExpertsLayer(MoELayer):
     """megatron's layer of experts; recomputed for the backward pass, its router sees the micro-batch of that pass."""
 
@@ -102,7 +109,7 @@ class ExpertsLayer(MoELayer):
         super().__init__(
             config,
             MoESubmodules(
-                experts=transformer_engine_experts() if config.moe_grouped_gemm else ModuleSpec(module=Experts),
+                experts=_experts_spec(config),
                 shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linear),
                 router=Router,
             ),
@@ -324,3 +331,70 @@ def one_by_one(tokens_NH: Tensor, tokens_per_expert: Tensor, weights_N: Tensor, 
 def _swiglu(gate_up: Tensor, weights_N: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return (F.silu(gate) * up * weights_N[:, None]).to(gate_up.dtype)
+
+
+# --- experts with biases (gpt-oss) ---
+
+# The activation of gpt-oss: slope of the sigmoid, and bounds of gate (above) and up (both sides).
+_GLU_SLOPE, _GLU_LIMIT = 1.702, 7.0
+
+
+class BiasedExperts(Experts):
+    """Experts with biases and gpt-oss's activation; computed as `Experts`.
+
+    linear_fc1.bias [experts, 2 * ffn / etp], gate then up.  linear_fc2.bias [experts, hidden], whole on every etp rank.
+    """
+
+    def __init__(self, num_local_experts: int, config: Any, pg_collection: Any, **named: Any) -> None:
+        super().__init__(num_local_experts, config, pg_collection, **named)
+        for linear in (self.linear_fc1, self.linear_fc2):
+            linear.bias = torch.nn.Parameter(linear.weight.new_empty(linear.weight.shape[:2]))
+        self.adds_bias = pg_collection.expt_tp.rank() == 0
+        mark_of_experts(self.linear_fc1.bias)
+        mark_of_experts(self.linear_fc2.bias, is_counted=self.adds_bias)
+
+    def forward(self, tokens_NH: Tensor, tokens_per_expert: Tensor, weights_N: Tensor) -> tuple[Tensor, None]:
+        linear = _grouped_linear if self._can_group(tokens_NH) else _linear_one_by_one
+        gate_up = linear(tokens_NH, tokens_per_expert, self.linear_fc1.weight, self.linear_fc1.bias)
+        inner = (_compiled_clamped_glu() if gate_up.is_cuda else clamped_glu)(gate_up)
+        bias = self.linear_fc2.bias
+        if not self.adds_bias:
+            # The parts of the etp ranks are summed: one adds the bias, all have its gradient.
+            bias = bias - bias.detach()
+        out = linear(inner, tokens_per_expert, self.linear_fc2.weight, bias)
+        return (out * weights_N[:, None]).to(out.dtype), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, ShardedTensorFactory]:
+        first = self.groups.ep.rank() * self.num_local_experts
+        return {
+            key: sharded_experts(key, parameter, first, self.groups, sharded_offsets)
+            for key, parameter in ((f"{prefix}{name}", parameter) for name, parameter in self.named_parameters())
+        }
+
+
+def clamped_glu(gate_up: Tensor) -> Tensor:
+    """gpt-oss's activation: [N, 2 * ffn], gate then up -> [N, ffn]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=_GLU_LIMIT), up.clamp(-_GLU_LIMIT, _GLU_LIMIT)
+    return gate * torch.sigmoid(_GLU_SLOPE * gate) * (up + 1)
+
+
+@lru_cache(maxsize=1)
+def _compiled_clamped_glu() -> Any:
+    return torch.compile(clamped_glu, dynamic=True)
+
+
+def _linear_one_by_one(tokens: Tensor, tokens_per_expert: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    parts = zip(tokens.split(tokens_per_expert.tolist()), weight.unbind(), bias.unbind(), strict=True)
+    return torch.cat([F.linear(*part) for part in parts])
+
+
+def _grouped_linear(tokens: Tensor, tokens_per_expert: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    counts = tokens_per_expert.to(tokens.device)
+    out = _grouped_mm(tokens, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
+    experts = torch.arange(len(bias), device=tokens.device)
+    expert_of_token = experts.repeat_interleave(counts, output_size=len(tokens))
+    # A product, as the gradient of an index is a sum in no fixed order.
+    return torch.addmm(out, (expert_of_token[:, None] == experts).to(bias.dtype), bias)

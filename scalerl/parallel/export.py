@@ -65,7 +65,7 @@ def largest_bytes(family: Family, shape: ModelShape, itemsize: int) -> int:
 
 
 def _hf_bytes(param: Param, shape: ModelShape, itemsize: int) -> int:
-    return itemsize * sum(math.prod(size) for size in param.hf_shapes(shape).values())
+    return itemsize * math.prod(param.joined_shape(shape))
 
 
 @torch.no_grad()
@@ -93,7 +93,10 @@ def export_buckets(
         ranks = range(layout.world_size) if needed is None else needed(number)
         joined = _Joining(bucket, held, shape, groups, {other % layout.stage_size for other in ranks}, **own).joined
         mine = bucket if rank in ranks else ()
-        yield [named for param in mine for named in param.to_hf(joined.pop(param.name), shape).items()]
+        tensors: dict[str, Tensor] = {}
+        for param in mine:
+            param.add_to_hf(joined.pop(param.name), shape, tensors)
+        yield list(tensors.items())
 
 
 class BucketWriter:
@@ -119,6 +122,7 @@ class BucketWriter:
             [
                 (name, torch.Size(size), torch.float32 if param.keeps_float32 else dtype)
                 for param in bucket
+                if not param.stacked or param.expert == 0
                 for name, size in param.hf_shapes(shape).items()
             ]
             for bucket in self._buckets
@@ -148,6 +152,8 @@ class BucketWriter:
             copy, num_copies = copy * layout.tp_size + at.tp_rank, num_copies * layout.tp_size
         if param.expert is not None:
             if at.ep_rank != _owner_ep(param, self._shape, self._groups):
+                return False
+            if param.kind == "replicated" and at.etp_rank > 0:
                 return False
             experts_apart = layout.etp_size * layout.ep_size
             copy, num_copies = copy // experts_apart, num_copies // experts_apart

@@ -35,6 +35,7 @@ from scalerl.parallel.delta_net import GatedDeltaNet, GatedSelfAttention
 from scalerl.parallel.experts import mixture_config, mixture_layer_spec
 from scalerl.parallel.layout import mark
 from scalerl.parallel.megatron_overrides import transformer_values
+from scalerl.parallel.sink_attention import sink_attention
 from scalerl.parallel.te_attention import TransformerEngineAttention, require_transformer_engine
 
 if TYPE_CHECKING:
@@ -118,11 +119,15 @@ def transformer_config(shape: ModelShape, config: MegatronConfig, groups: Groups
     )
     overrides = transformer_values(config.override_transformer_config, on_cpu=on_cpu)
     try:
-        return (MLATransformerConfig if latent else TransformerConfig)(**(own | overrides))
+        made = (MLATransformerConfig if latent else TransformerConfig)(**(own | overrides))
     except (AssertionError, ImportError, ValueError) as error:
         if not overrides:
             raise
         raise UserError(f"override_transformer_config = {show(config.override_transformer_config)}: {error}") from error
+    if shape.linear_bias:
+        # Set now, as megatron refuses it where etp splits experts: these are scalerl's, with biases on every layout.
+        made.add_bias_linear = True
+    return made
 
 
 def _finalize_grads(model: list, num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
@@ -157,7 +162,9 @@ def build_model(shape: ModelShape, config: TransformerConfig, groups: Groups) ->
     # Checkpoint keys are the parameter names of models/, not transformer-engine's fused ones.
     submodules.sharded_state_dict_keys_map = {}
     attention = submodules.self_attention.submodules
-    attention.core_attention = core_attention(config, groups)
+    attention.core_attention = (
+        sink_attention(shape, groups) if shape.attention_sinks else core_attention(config, groups)
+    )
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm
     if shape.attention_gate:

@@ -346,10 +346,24 @@ def test_a_run_of_a_mixture_goes_on(saved_deep: Saved, layout: str, sources: Seq
     saved_deep.goes_on(layout, sources)
 
 
+@pytest.fixture(scope="module")
+def saved_gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    model = make_tiny_model(
+        tmp_path_factory.mktemp("gpt_oss"), "gpt_oss", vocab_size=VOCAB_SIZE, num_layers=4, initializer_range=0.1
+    )
+    return Saved(DEEP_LAYOUTS, model, tmp_path_factory.mktemp("saved_gpt_oss"))
+
+
+@pytest.mark.parametrize(("layout", "sources"), on_layouts(DEEP_LAYOUTS, {"tp2_etp2": ["tp2_etp2", "vpp2_pp2"]}))
+def test_a_run_with_sinks_and_biased_experts_goes_on(saved_gpt_oss: Saved, layout: str, sources: Sequence[str]) -> None:
+    saved_gpt_oss.goes_on(layout, sources)
+
+
 MERGED = [("saved", name) for name in TIED_LAYOUTS] + [("saved_tied", name) for name in TIED_LAYOUTS]
-MERGED += [("saved_deep", name) for name in DEEP_LAYOUTS]
+MERGED += [(which, name) for which in ("saved_deep", "saved_gpt_oss") for name in DEEP_LAYOUTS]
 # Those that other tests make.
 MERGED_IN_MAIN = [("saved", "tp2_pp2"), ("saved_tied", "pp2"), ("saved_deep", "vpp2_pp2"), ("saved_deep", "tp2_etp2")]
+MERGED_IN_MAIN += [("saved_gpt_oss", "tp2_etp2")]
 
 
 @pytest.mark.parametrize(("which", "layout"), mostly_full(MERGED, MERGED_IN_MAIN.__contains__))

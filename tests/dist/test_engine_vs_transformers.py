@@ -196,8 +196,10 @@ def last_stage(measured: list[FromEngine]) -> list[FromEngine]:
 
 
 def of_files(family: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """transformers' parameters under the names of the files, which store every expert by itself."""
+    """transformers' parameters under the names of the files, which store every expert by itself, gpt-oss's not."""
     file_tensors = {}
+    if family == "gpt_oss":
+        return tensors
     for name, tensor in tensors.items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             prefix, part = name.rsplit(".", 1)

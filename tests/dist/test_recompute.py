@@ -147,7 +147,12 @@ def test_less_is_kept_for_backward(model: str) -> None:
 # --- mixtures of experts and latent attention ---
 
 # family -> modules that only it has
-MIXTURES = {"qwen3_moe": ["moe"], "deepseek_v3": ["moe", "shared_experts", "mla_up_proj"]}
+MIXTURES = {
+    "qwen3_moe": ["moe"],
+    "deepseek_v3": ["moe", "shared_experts", "mla_up_proj"],
+    # Its sinks are learned.
+    "gpt_oss": ["moe", "core_attn"],
+}
 
 
 @pytest.mark.parametrize("family", mostly_full(MIXTURES, lambda family: family == "deepseek_v3"))

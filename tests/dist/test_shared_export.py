@@ -33,6 +33,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen3_moe": make_tiny_model(directory / "qwen3_moe", "qwen3_moe", mlp_only_layers=[1], **options),
         # Tensors that stay float32.
         "deepseek_v3": make_tiny_model(directory / "deepseek_v3", "deepseek_v3", **options),
+        # Tensors that have the experts of several ranks.
+        "gpt_oss": make_tiny_model(directory / "gpt_oss", "gpt_oss", **options),
     }
 
 
@@ -128,6 +130,11 @@ def test_dense(models: dict[str, Path], layout: str) -> None:
 @pytest.mark.parametrize("layout", mostly_full(MIXTURE_LAYOUTS, lambda name: name in ("ep2_cp2", "tp2_ep2_etp1")))
 def test_mixture(models: dict[str, Path], layout: str) -> None:
     check(models["qwen3_moe"], MIXTURE_LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", mostly_full(MIXTURE_LAYOUTS, lambda name: name == "tp2_ep2"))
+def test_stacked_experts(models: dict[str, Path], layout: str) -> None:
+    check(models["gpt_oss"], MIXTURE_LAYOUTS[layout])
 
 
 def test_latent_attention_in_bfloat16(models: dict[str, Path]) -> None:

@@ -60,6 +60,8 @@ FULL = [
     ("qwen3_5_text", "cp2"),
     ("qwen3_5_moe_text", "ep2"),
     ("qwen3_next", "tp2"),
+    ("gpt_oss", "ep2"),
+    ("gpt_oss", "tp2"),
 ]
 assert {family for family, _ in CORE + FULL} == set(FAMILIES)
 

@@ -191,9 +191,14 @@ def _mixture(sizes: _Sizes, recomputed: set[str]) -> float:
     if "moe" in recomputed:
         return sizes.hidden
     scores = (21 if shape.router_score == "sigmoid" else 5) * shape.num_experts + 20 * shape.num_experts_per_token
-    routed = _routed_tokens(sizes) * (
-        sizes.itemsize * (shape.hidden_size + 5 * shape.moe_ffn_hidden_size / layout.etp_size) + FLOAT
-    )
+    width = shape.hidden_size + 5 * shape.moe_ffn_hidden_size / layout.etp_size
+    if shape.linear_bias:
+        # Gate, up and what their activation keeps, its output, and that of the experts, which is weighed last; on a GPU
+        # two times which expert a token has.
+        inner = (3 if sizes.is_fused else 7) * shape.moe_ffn_hidden_size / layout.etp_size
+        chosen = 2 * shape.num_experts / layout.ep_size if sizes.is_fused else 0.0
+        width = 2 * shape.hidden_size + inner + chosen
+    routed = _routed_tokens(sizes) * (sizes.itemsize * width + FLOAT)
     shared = 0.0
     if shape.shared_expert_ffn_hidden_size and "shared_experts" not in recomputed:
         shared = sizes.swiglu(shape.shared_expert_ffn_hidden_size / layout.tp_size)

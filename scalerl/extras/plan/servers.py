@@ -74,9 +74,8 @@ def weight_bytes(shape: ModelShape, tp_size: int, itemsize: int, *, whole_shared
     """
     num_bytes = 0
     for param, count in counted_params(shape):
-        shapes = param.hf_shapes(shape)
-        sizes = [prod(size) for size in shapes.values()]
-        if whole_shared_experts and any(SHARED_EXPERTS in name for name in shapes):
+        sizes = [prod(size) for size in param.part_shapes(shape)]
+        if whole_shared_experts and any(SHARED_EXPERTS in name for name in param.hf):
             numbers = sum(sizes)
         elif param.kind == "qkv" and tp_size > shape.num_kv_heads:
             # A rank has one key and value head at least.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,15 +27,18 @@ ATTENTION_BACKEND = "scalerl_cpu"
 
 
 def register() -> None:
+    from sglang.srt.arg_groups import model_hook
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import add_attention_backend_choices
 
     from scalerl.extras.sglang_cpu.delta_kernels import add_gated, register_kernels
+    from scalerl.extras.sglang_cpu.sinks import accept_backend
 
     register_kernels()
     add_attention_backend_choices([ATTENTION_BACKEND])
     register_attention_backend(ATTENTION_BACKEND)(_create_backend)
+    accept_backend(model_hook, ATTENTION_BACKEND)
     # SGLang assumes that triton works with every backend whose name it does not know.
     HookRegistry.register("sglang.srt.utils.common.support_triton", _support_triton, HookType.REPLACE)
     HookRegistry.register("sglang.srt.mem_cache.allocation.get_last_loc", _get_last_loc, HookType.REPLACE)
@@ -45,6 +48,8 @@ def register() -> None:
     HookRegistry.register(experts, _experts_of_this_rank, HookType.AROUND)
     capturer = "sglang.srt.state_capturer.routed_experts.RoutedExpertsCapturer.create"
     HookRegistry.register(capturer, _with_unpinned_memory, HookType.AROUND)
+    load = "sglang.srt.models.gpt_oss.GptOssForCausalLM.load_weights"
+    HookRegistry.register(load, _with_own_biases, HookType.AROUND)
     if multiprocessing.parent_process() is None:
         _fork_its_processes()
 
@@ -62,13 +67,14 @@ def _fork_its_processes() -> None:
 
 
 def _create_backend(model_runner: ModelRunner) -> AttentionBackend:
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
+    from scalerl.extras.sglang_cpu.sinks import TorchBackend
+
     # Otherwise SGLang computes the prompt's latent attention as for triton, whose keys and values are not in the cache.
     AttentionBackendRegistry.register(ATTENTION_BACKEND, lambda *_: AttnForwardMethod.MLA)
-    return TorchNativeAttnBackend(model_runner)
+    return TorchBackend(model_runner)
 
 
 def _support_triton(backend: str) -> bool:
@@ -87,6 +93,17 @@ def _with_unpinned_memory(create: Callable[..., Any], *args: Any, **kwargs: Any)
 
     ALLOC_MEMORY_FUNCS["cpu"] = lambda *size, **how: alloc_with_host_register(*size, **(how | {"pin_memory": False}))
     return create(*args, **kwargs)
+
+
+def _with_own_biases(
+    load: Callable[..., object], model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], *args: object
+) -> object:
+    """Loads gpt-oss's weights; all ranks but the first fill its experts' last biases with zeros before they store them.
+
+    The ranks share the memory that buckets come in.
+    """
+    own = ((name, tensor.clone() if name.endswith("down_proj_bias") else tensor) for name, tensor in weights)
+    return load(model, own, *args)
 
 
 def _experts_of_this_rank(

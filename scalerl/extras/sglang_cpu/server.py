@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from scalerl.extras.sglang_cpu.plugin import ATTENTION_BACKEND, PLUGIN
-from scalerl.models import family_named, read_config
+from scalerl.models import Family, family_named, read_config
 from scalerl.models.shape import max_positions, rope_entries
 from scalerl.rollout.servers.engines import Launch
 
@@ -41,6 +41,9 @@ def on_cpu(launch: Launch, context_length: int) -> tuple[dict[str, Any], dict[st
         "mem_fraction_static": MEM_FRACTION_STATIC,
         "max_total_tokens": config.max_num_seqs * context_length,
     }
+    if _has_sliding_layers(launch.model_path):
+        # Its backend has one cache for all layers.
+        arguments["disable_hybrid_swa_memory"] = True
     # The machine may have a GPU that is not to be used.
     env = {"CUDA_VISIBLE_DEVICES": ""} | import_environment()
     if allowed := os.environ.get("SGLANG_PLUGINS"):
@@ -55,14 +58,23 @@ def on_cpu(launch: Launch, context_length: int) -> tuple[dict[str, Any], dict[st
     return arguments, env, _rope_changes(launch.model_path)
 
 
-def _rope_changes(model_path: str) -> dict[str, Any]:
-    """Yarn with the factor 1 in place of a plain rotary embedding, which latent attention does not have on a CPU."""
+def _config_and_family(model_path: str) -> tuple[dict[str, Any], Family | None]:
     try:
         config = read_config(model_path)
     except ValueError:
         # The server will report what is wrong with the directory.
-        return {}
-    family = family_named(config.get("model_type"))
+        return {}, None
+    return config, family_named(config.get("model_type"))
+
+
+def _has_sliding_layers(model_path: str) -> bool:
+    family = _config_and_family(model_path)[1]
+    return family is not None and family.sliding_layers
+
+
+def _rope_changes(model_path: str) -> dict[str, Any]:
+    """Yarn with the factor 1 in place of a plain rotary embedding, which latent attention does not have on a CPU."""
+    config, family = _config_and_family(model_path)
     if family is None or not family.latent:
         return {}
     rope = rope_entries(config)

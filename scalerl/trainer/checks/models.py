@@ -329,6 +329,8 @@ def model_layout_violations(
         shared_expert_ffn_hidden_size=shape.shared_expert_ffn_hidden_size,
         latent_attention=shape.kv_lora_rank is not None,
         linear_num_key_heads=shape.linear_num_key_heads if any(shape.linear_layers) else 0,
+        attention_sinks=shape.attention_sinks,
+        biased_experts=shape.linear_bias,
     )
     violations = layout_violations(sizes, megatron=megatron, world_size=world, rollout_tp=rollout_tp, prefix=prefix)
     return violations or recompute_violations(sizes, megatron, prefix=prefix)

@@ -90,6 +90,15 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
 }
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "truncate": False}
+OF_FAMILY["gpt_oss"] = {
+    "head_dim": 4,
+    "attention_bias": True,
+    "sliding_window": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rope_parameters": YARN,
+}
 OF_FAMILY["glm4_moe_lite"] = {
     key: value for key, value in OF_FAMILY["deepseek_v3"].items() if key != "first_k_dense_replace"
 } | {"mlp_layer_types": None}
@@ -202,9 +211,14 @@ def theirs(directory: Path, config: dict[str, Any]) -> dict[str, Any] | str:
         "rope": (rope.pop("rope_theta"), rope.pop("rope_type"), *(rope.get(key) for key in ROPE_KEYS)),
         "turned": 2 * len(model.model.rotary_emb.inv_freq),
     }
+    if hf.model_type == "gpt_oss":
+        facts["window"] = tuple(kind == "sliding_attention" and hf.sliding_window for kind in hf.layer_types)
+    if facts["rope"][1] == "yarn":
+        facts["positions"] = max(facts["positions"], int(hf.rope_parameters["factor"] * facts["rope"][4]))
     mixtures = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts")]
     if mixtures:
-        of = {**vars(mixtures[0].gate), **vars(mixtures[0])}
+        router = getattr(mixtures[0], "gate", None) or mixtures[0].router
+        of = {**vars(router), **vars(mixtures[0])}
         facts["mixtures"] = tuple(hasattr(layer.mlp, "experts") for layer in model.model.layers)
         facts["router"] = (of["top_k"], of.get("norm_topk_prob", True), of.get("n_group", 1), of.get("topk_group", 1))
         facts["scale"] = of.get("routed_scaling_factor", 1.0)
@@ -228,11 +242,11 @@ def ours(config: dict[str, Any]) -> dict[str, Any] | str:
         "parameters": sum(math.prod(size) for name, size in sizes.items() if not name.endswith("correction_bias")),
         "o_proj": sizes[o_proj] if o_proj else None,
         "attends": attends,
-        "biases": False,
+        "biases": shape.linear_bias,
         "eps": shape.norm_eps,
         "tied": shape.tie_word_embeddings,
         "activation": "silu",
-        "window": None,
+        "window": tuple(is_sliding and shape.sliding_window for is_sliding in shape.sliding_layers) or None,
         "eos": shape.eos_token_ids,
         "positions": shape.max_position_embeddings,
         "rope": (shape.rope_theta, scaling["rope_type"], *(scaling.get(key) for key in ROPE_KEYS)),

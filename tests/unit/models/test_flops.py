@@ -48,6 +48,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe_sparse": ("Qwen3Moe", GQA | MIXTURE | {"decoder_sparse_step": 2}),
     "mixtral": ("Mixtral", GQA | {"num_local_experts": 6, "num_experts_per_tok": 2}),
     "deepseek_v3": ("DeepseekV3", LATENT),
+    "gpt_oss": ("GptOss", GQA | {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 5}),
     "deepseek_v3_full_queries": ("DeepseekV3", LATENT | {"q_lora_rank": None}),
 }
 
@@ -88,9 +89,11 @@ def not_ours(shape: FlopsShape, seq_len: int) -> tuple[int, int]:
     """
     latent = shape.kv_lora_rank is not None
     dims = shape.qk_nope_head_dim + shape.qk_rope_head_dim + shape.v_head_dim if latent else 2 * shape.head_dim
-    pairs = seq_len**2 - seq_len * (seq_len + 1) // 2
+    seen = [sum(range(seq_len + 1))] * (shape.num_layers - shape.num_sliding_layers)
+    seen += [sum(min(token + 1, shape.sliding_window) for token in range(seq_len))] * shape.num_sliding_layers
     rotary_dim = shape.qk_rope_head_dim if latent else shape.head_dim
-    return 2 * shape.num_layers * shape.num_heads * dims * pairs, 2 * (rotary_dim // 2) * seq_len
+    pairs = sum(seq_len**2 - of_layer for of_layer in seen)
+    return 2 * shape.num_heads * dims * pairs, 2 * (rotary_dim // 2) * seq_len
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -133,6 +133,9 @@ def _mask(model: PreTrainedModel, lengths_R: Tensor, room: int) -> Tensor | dict
     seen = (index_L[None] <= lengths_R[:, None])[:, None, None]
     window = getattr(model.config, "sliding_window", None)
     near = seen if window is None else seen & (index_L[None] > lengths_R[:, None] - window)[:, None, None]
+    if model.config._attn_implementation == "eager":
+        # It adds the mask to the scores.
+        seen, near = (torch.where(mask, 0.0, torch.finfo(model.dtype).min).to(model.dtype) for mask in (seen, near))
     layer_types = getattr(model.config, "layer_types", None)
     if layer_types is None:
         return near

@@ -384,9 +384,15 @@ def _known_tags(tags: Sequence[str] | None) -> set[str]:
     return set(tags or MEMORY_TAGS)
 
 
+# Models whose attention sinks transformers computes in this way alone.
+_WITHOUT_SDPA = ("gpt_oss",)
+
+
 def _model(model_path: str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "attn_implementation": "sdpa", "dtype": dtype}
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code, local_files_only=True)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "attn_implementation": "sdpa", "dtype": dtype}
+    if config.model_type in _WITHOUT_SDPA:
+        options["attn_implementation"] = "eager"
     if weight_block(config.to_dict()) is None:
         return AutoModelForCausalLM.from_pretrained(model_path, local_files_only=True, **options)
     # transformers computes with 8-bit weights on a GPU alone.

@@ -25,6 +25,9 @@ def file_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     # transformers 5 has the experts of a layer in two tensors; the files store each expert separately.
     fused = {"gate_up_proj": (gate, up), "down_proj": (down,)}
     mixture = family.mixture_name if family else MIXTURE_MODULE
+    if family is not None and family.mixture is not None and not family.expert_names:
+        # The files have them stacked too.
+        fused = {}
     tensors: dict[str, Tensor] = {}
     for name, tensor in model.named_parameters():
         prefix, _, part = name.rpartition(".")

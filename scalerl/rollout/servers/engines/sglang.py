@@ -50,6 +50,7 @@ LATENT_CONFIG = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func":
 NEEDED_CONFIG: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT_CONFIG,
     "glm4_moe_lite": LATENT_CONFIG | {"first_k_dense_replace": 1},
+    "gpt_oss": {"swiglu_limit": 7.0},
 }
 # With what SGLang on a GPU keeps experts as they are loaded, so that their checksums are known, beside the kernels of
 # `plain_runner`: Triton's with the activation fused in reorder their rows.
@@ -291,6 +292,11 @@ def _mixture_violations(
         )
     own = _own_arguments(config.engine_kwargs)
     yield from _expert_parallel_violations(own, config, shape, section, device)
+    if shape.model_type == "gpt_oss" and own.get("ep_size", 1) not in (1, None, False):
+        yield (
+            f"{section}.engine_kwargs.sglang.ep_size = {own['ep_size']}: SGLang cannot load a gpt_oss model's experts "
+            f"by ranges; leave it out, and set {section}.tensor_model_parallel_size"
+        )
     if verify_weights_every and shape.model_type not in MIXTURES and not family_of(shape).text_config:
         yield (
             f"{section}.verify_weights_every = {verify_weights_every}: the checksums of an SGLang server are not known "

@@ -36,6 +36,13 @@ NUM_PARTS = {"qkv_proj": 3, "gate_up_proj": 2, "fused_qkv_a_proj_with_mqa": 2}
 # For an expert's gate, up and down matrix: (SGLang's tensor of a rank's experts, position, positions per expert)
 EXPERT_PLACES = (("w13_weight", 0, 2), ("w13_weight", 1, 2), ("w2_weight", 0, 1))
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Of stacked experts (gpt-oss), whose rows are columns in the files: SGLang's tensor of a rank's experts.
+STACK_PLACES = {
+    "gate_up_proj": "w13_weight",
+    "gate_up_proj_bias": "w13_weight_bias",
+    "down_proj": "w2_weight",
+    "down_proj_bias": "w2_weight_bias",
+}
 # Of a router; SGLang stores it in float32 whatever the model's dtype.
 ROUTER_BIAS = "e_score_correction_bias"
 
@@ -58,6 +65,7 @@ DECAY = ".linear_attn.A_log"
 _NAME = re.compile(r"^(?P<prefix>.*?)(?P<module>[a-z_]+)\.(?P<leaf>weight|bias|e_score_correction_bias)$")
 _DELTA_NAME = re.compile(r"^(?P<prefix>.*\.linear_attn\.)(?P<part>.+)$")
 _ZERO_CENTRED_NORM = re.compile(r"^(?P<prefix>(?!.*\.linear_attn\.).*norm\.)weight$")
+_STACK_NAME = re.compile(rf"^(?P<prefix>.*\.experts\.)(?P<part>{'|'.join(STACK_PLACES)})$")
 _EXPERT_NAME = re.compile(r"^(?P<prefix>.*\.experts\.)(?P<expert>\d+)\.(?P<part>[a-z0-9_]+)\.weight$")
 
 
@@ -76,6 +84,11 @@ class SGLangPlacement(Placement):
         self._expert_parts = {name.rpartition(".")[2]: place for name, place in zip(names, EXPERT_PLACES, strict=False)}
 
     def stored_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        if name.endswith(".sinks"):
+            # But for the attention backend trtllm_mha.
+            return torch.bfloat16
+        if name.endswith((".gate_up_proj_bias", ".down_proj_bias")):
+            return torch.float32
         is_router = name.endswith(".mlp.gate.weight") and self._config.get("model_type") in FLOAT32_ROUTERS
         return torch.float32 if is_router or name.endswith((ROUTER_BIAS, DECAY)) else dtype
 
@@ -85,6 +98,11 @@ class SGLangPlacement(Placement):
         expert = _EXPERT_NAME.match(name)
         if expert is not None and expert["part"] in self._expert_parts:
             yield from self._parts_of_expert(expert, tensor, ranks)
+            return
+        if (stack := _STACK_NAME.match(name)) is not None:
+            place = TensorPlace(stack["prefix"] + STACK_PLACES[stack["part"]])
+            for rank in ranks:
+                yield rank, place, self._part_of_stack(stack["part"], tensor, rank)
             return
         place, cut = self._place(name)
         for rank in ranks:
@@ -107,8 +125,20 @@ class SGLangPlacement(Placement):
             if ep_rank == owner:
                 yield rank, place, self._width_shard(tensor, 1 if fused == "w2_weight" else 0, part, num_parts)
 
+    def _part_of_stack(self, part: str, tensor: Tensor, rank: int) -> Tensor:
+        """A rank's part of the width of all experts of a layer; of the last biases all, on the first rank alone."""
+        if part == "down_proj_bias":
+            return tensor if rank == 0 else torch.zeros_like(tensor)
+        if part == "gate_up_proj_bias":
+            return self._width_shard(tensor, 1, rank, self.num_ranks, per_width=2)
+        is_down = part == "down_proj"
+        rows = tensor.transpose(1, 2)
+        return self._width_shard(rows, 2 if is_down else 1, rank, self.num_ranks, per_width=1 if is_down else 2)
+
     def _place(self, name: str) -> tuple[TensorPlace, str]:
         """The place of a tensor that is no expert's, and how it is divided over the ranks (see `_shard`)."""
+        if name.endswith(".sinks"):
+            return TensorPlace(name), "rows"
         if self._family is not None and self._family.delta_net:
             delta = _DELTA_NAME.match(name)
             if delta is not None and delta["part"] in DELTA_NET:
@@ -185,14 +215,14 @@ class SGLangPlacement(Placement):
             padded = -(-vocab_size // padding) * padding
         return _padded_slice(tensor, 0, rank, padded // self.num_ranks)
 
-    def _width_shard(self, tensor: Tensor, dim: int, index: int, count: int) -> Tensor:
-        """A part of an MLP's inner width, one of `count`.
+    def _width_shard(self, tensor: Tensor, dim: int, index: int, count: int, *, per_width: int = 1) -> Tensor:
+        """A part of an MLP's inner width, one of `count`.  per_width: numbers in that dimension for each of the width.
 
         On a CPU SGLang pads it with zeros at its end to a multiple for all ranks, however many have a part of it.
         """
         if tensor.is_cuda:
             return _slice(tensor, dim, index, count)
-        padding = CPU_WIDTH_PADDING * self.num_ranks
+        padding = CPU_WIDTH_PADDING * self.num_ranks * per_width
         return _padded_slice(tensor, dim, index, -(-tensor.shape[dim] // padding) * padding // count)
 
     def _kv_shard(self, tensor: Tensor, rank: int) -> Tensor:

@@ -22,6 +22,7 @@ MIXTURES = (
     "glm4_moe_lite",
     "qwen3_5_moe_text",
     "qwen3_next",
+    "gpt_oss",
 )
 # Those whose routers SGLang stores in float32 whatever the model's dtype.
 FLOAT32_ROUTERS = ("glm4_moe", "glm4_moe_lite")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from scalerl.rollout.servers.embedded.decode_rows import (
     MIN_KEYS,
@@ -19,6 +19,7 @@ from scalerl.rollout.servers.embedded.decode_rows import (
     decode,
     prefill,
 )
+from scalerl.rollout.servers.embedded.engine import _model
 from tests.tiny_models import make_tiny_model
 
 # Some rows get more keys on their way.
@@ -49,13 +50,14 @@ def logits_of(model: PreTrainedModel, sequences: Sequence[int]) -> dict[int, lis
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").eval()
+    return _model(str(path), dtype, False).eval()
 
 
 FULL = pytest.mark.full
 MODELS = [
     *("qwen3-float32", "mixtral-float32", "deepseek_v3-float32", "qwen3-bfloat16", "qwen3_5_moe_text-float32"),
     *(pytest.param(f"{family}-float32", marks=FULL) for family in ("llama", "qwen2", "mistral", "qwen3_moe")),
+    *(pytest.param(f"gpt_oss-{dtype}", marks=FULL) for dtype in ("float32", "bfloat16")),
     *(pytest.param(f"{family}-bfloat16", marks=FULL) for family in ("llama", "qwen2", "mistral")),
     *(pytest.param(f"{family}-bfloat16", marks=FULL) for family in ("qwen3_moe", "mixtral", "deepseek_v3")),
 ]
