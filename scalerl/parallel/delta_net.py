@@ -105,7 +105,7 @@ class GatedDeltaNet(MegatronModule):
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         own: dict[str, Any] = {}
         self._save_to_state_dict(own, "", keep_vars=True)
-        axes = dict.fromkeys(("A_log", "dt_bias", "conv_weight"), 0)
+        axes: dict[str, int] = dict.fromkeys(("A_log", "dt_bias", "conv_weight"), 0)
         sharded = make_sharded_tensors_for_checkpoint(
             own, prefix, axes, sharded_offsets, tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"]
         )
@@ -132,7 +132,9 @@ class GatedSelfAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """query, key, value, gate: [t, 1, heads of each, head_dim]."""
         head_dim = self.hidden_size_per_attention_head
-        mixed = self.linear_qkv(hidden_states)[0].unflatten(-1, (self.num_query_groups_per_partition, -1))
+        # megatron's type of it cannot be called.
+        linear: Any = self.linear_qkv
+        mixed = linear(hidden_states)[0].unflatten(-1, (self.num_query_groups_per_partition, -1))
         both, key, value = mixed.split([mixed.shape[-1] - 2 * head_dim, head_dim, head_dim], dim=-1)
         query, gate = both.unflatten(-1, (-1, 2, head_dim)).flatten(2, 3).unbind(3)
         if self.q_layernorm is not None and self.k_layernorm is not None:
