@@ -79,7 +79,7 @@ def write_headers(directory: Path, config: Mapping[str, Any], tensors: Headers) 
     directory.mkdir(parents=True, exist_ok=True)
     names_of_file: dict[str, list[str]] = {}
     for name in tensors:
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        layer = re.match(r"model\.(?:language_model\.)?layers\.(\d+)\.", name)
         names_of_file.setdefault(f"model-{layer[1] if layer else 'rest'}.safetensors", []).append(name)
     for file, names in names_of_file.items():
         header, end = {}, 0

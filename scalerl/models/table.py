@@ -166,6 +166,11 @@ class Param:
     sections: tuple[tuple[str, ...], ...] = ()
     stacked: bool = False
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether an optimizer updates it: all but the biases of routers, which move by counts of tokens."""
+        return not self.name.endswith(".expert_bias")
+
     def hf_shapes(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
         """The shape of each of its Hugging Face tensors."""
         parts = self.part_shapes(shape)

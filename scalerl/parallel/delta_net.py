@@ -133,7 +133,9 @@ class GatedSelfAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """query, key, value, gate: [t, 1, heads of each, head_dim]."""
         head_dim = self.hidden_size_per_attention_head
-        mixed = self.linear_qkv(hidden_states)[0].unflatten(-1, (self.num_query_groups_per_partition, -1))
+        # megatron's type of it cannot be called.
+        linear: Any = self.linear_qkv
+        mixed = linear(hidden_states)[0].unflatten(-1, (self.num_query_groups_per_partition, -1))
         both, key, value = mixed.split([mixed.shape[-1] - 2 * head_dim, head_dim, head_dim], dim=-1)
         query, gate = both.unflatten(-1, (-1, 2, head_dim)).flatten(2, 3).unbind(3)
         if self.q_layernorm is not None and self.k_layernorm is not None:

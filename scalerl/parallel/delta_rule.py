@@ -39,7 +39,7 @@ def gated_delta_rule(
     decay: [P, K * R] float32, logarithms.  strength: [P, K * R] float32.  lengths: tokens of each packed sequence.
     Queries and keys are normed here, and queries scaled by dk ** -0.5. The state is float32.
     """
-    if query.is_cuda and (fla := _fla()) is not None:
+    if query.is_cuda and query.dtype != torch.float32 and (fla := _fla()) is not None:
         return _by_fla(fla, query, key, value, decay, strength, lengths)
     query, key = (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + _NORM_EPS) for x in (query, key))
     query = query * query.shape[-1] ** -0.5
@@ -56,7 +56,7 @@ def _by_fla(
     strength: Tensor,
     lengths: tuple[int, ...],
 ) -> Tensor:
-    """The same by fla's kernels, which take as many key as value heads and a batch of one packed row."""
+    """The same by fla's kernels (0.6.0), on a batch of one packed row. Older ones want as many key as value heads."""
     repeat = value.shape[1] // key.shape[1]
     query, key = (x.repeat_interleave(repeat, dim=1) for x in (query, key))
     ends = torch.tensor([0, *lengths]).cumsum(0).to(query.device)

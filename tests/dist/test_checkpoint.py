@@ -34,6 +34,12 @@ DEEP_LAYOUTS = {
     "vpp2_pp2": layouts.LAYOUTS["vpp2_pp2"],
     "uneven_ep2": dict(world_size=4, pp_size=2, ep_size=2, first_stage_layers=1),
 }
+# Of a mixture with gated delta nets.
+DELTA_LAYOUTS = {
+    "one": ONE,
+    **{name: layouts.LAYOUTS[name] for name in ("tp2", "cp2", "vpp2_pp2")},
+    "tp2_ep2_etp1": layouts.MIXTURE_LAYOUTS["tp2_ep2_etp1"],
+}
 TIED_LAYOUTS = ["tp2", "pp2", "tp2_pp2"]
 LENGTHS = (9, 17, 5, 12, 30, 8, 3, 21)
 # Its padding depends on tp: 576 rows on one process, 640 on tp 2.
@@ -359,11 +365,28 @@ def test_a_run_with_sinks_and_biased_experts_goes_on(saved_gpt_oss: Saved, layou
     saved_gpt_oss.goes_on(layout, sources)
 
 
-MERGED = [("saved", name) for name in TIED_LAYOUTS] + [("saved_tied", name) for name in TIED_LAYOUTS]
+@pytest.fixture(scope="module")
+def saved_delta(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    options: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "num_layers": 4, "initializer_range": 0.1}
+    # As in test_layout_invariance.py, so that rounding stays small.
+    options |= {"rms_norm_eps": 1e-2, "seed": 1}
+    model = make_tiny_model(tmp_path_factory.mktemp("delta"), "qwen3_5_moe_text", **options)
+    return Saved(DELTA_LAYOUTS, model, tmp_path_factory.mktemp("saved_delta"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "sources"), on_layouts(DELTA_LAYOUTS, {"tp2_ep2_etp1": ["tp2_ep2_etp1", "vpp2_pp2"]})
+)
+def test_a_run_with_gated_delta_nets_goes_on(saved_delta: Saved, layout: str, sources: Sequence[str]) -> None:
+    saved_delta.goes_on(layout, sources)
+
+
+MERGED = [(which, name) for which in ("saved", "saved_tied") for name in TIED_LAYOUTS]
 MERGED += [(which, name) for which in ("saved_deep", "saved_gpt_oss") for name in DEEP_LAYOUTS]
+MERGED += [("saved_delta", name) for name in DELTA_LAYOUTS]
 # Those that other tests make.
 MERGED_IN_MAIN = [("saved", "tp2_pp2"), ("saved_tied", "pp2"), ("saved_deep", "vpp2_pp2"), ("saved_deep", "tp2_etp2")]
-MERGED_IN_MAIN += [("saved_gpt_oss", "tp2_etp2")]
+MERGED_IN_MAIN += [("saved_gpt_oss", "tp2_etp2"), ("saved_delta", "tp2_ep2_etp1")]
 
 
 @pytest.mark.parametrize(("which", "layout"), mostly_full(MERGED, MERGED_IN_MAIN.__contains__))

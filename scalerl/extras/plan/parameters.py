@@ -82,7 +82,7 @@ def stage_parameters(shape: ModelShape, layout: Layout) -> list[StageParameters]
                 continue
             size = layout.tp_size if param.expert is None else layout.etp_size
             numbers = prod(param.mcore_shape(shape, size))
-            if param.keeps_float32:
+            if not param.has_gradient:
                 buffers += numbers
             elif param.expert is None:
                 shared += numbers

@@ -12,11 +12,12 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from scalerl.merge import main, merge
 from scalerl.merge.split import split, split_sizes
 from scalerl.models import HFWeights, ModelShape, family_of
+from scalerl.rollout.servers.embedded.file_tensors import file_tensors
 from tests.tiny_models import make_tiny_model, store_as_released
 
 TEXT = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
@@ -100,6 +101,16 @@ def test_odd_configurations_are_refused(tmp_path: Path, change: dict[str, Any], 
     config = json.loads((path / "config.json").read_text()) | change
     with pytest.raises(ValueError, match=message):
         ModelShape.from_config(config)
+
+
+def test_transformers_language_model_has_the_same_numbers(both: tuple[Path, Path]) -> None:
+    """And the embedded engine finds each of its tensors by the name that a weight sync sends."""
+    model = AutoModelForCausalLM.from_pretrained(both[1], dtype=torch.float32).requires_grad_(False)
+    shape = ModelShape.from_hf(both[1])
+    held = file_tensors(model, shape.model_type)
+    with HFWeights(both[1]) as weights:
+        assert held.keys() == family_of(shape).hf_shapes(shape).keys()
+        assert [name for name in held if not torch.equal(held[name], weights.read(name)[:])] == []
 
 
 def test_it_cannot_become_a_critic(both: tuple[Path, Path]) -> None:

@@ -78,14 +78,15 @@ def prefill(model: PreTrainedModel, prompt: Sequence[int]) -> tuple[Tensor, list
     cache = DynamicCache(config=model.config) if has_states else DynamicCache()
     ids = torch.tensor([list(prompt)], device=model.device)
     logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-    # All layers of a dynamic cache have keys and values, or states.
-    layers: list[Any] = cache.layers
-    return logits[0, 0], [
-        DeltaStates(layer.conv_states[0], layer.recurrent_states[0])
-        if isinstance(layer, LinearAttentionLayer)
-        else (layer.keys[0], layer.values[0])
-        for layer in layers
-    ]
+    return logits[0, 0], [_kept(layer) for layer in cache.layers]
+
+
+def _kept(layer: Any) -> tuple[Tensor, Tensor] | DeltaStates:
+    """What a layer of a dynamic cache has of its one sequence: states, or keys and values."""
+    if isinstance(layer, LinearAttentionLayer):
+        both: Any = layer.conv_states, layer.recurrent_states
+        return DeltaStates(both[0][0], both[1][0])
+    return layer.keys[0], layer.values[0]
 
 
 def decode(model: PreTrainedModel, caches: Sequence[SequenceCache], tokens: Sequence[int]) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from scalerl.models import HFWeights, weight_block
+from scalerl.models import HFWeights, read_config, weight_block
 from scalerl.rollout.servers.checksums import tensor_checksum
 from scalerl.rollout.servers.embedded.decode_rows import SequenceCache, decode, prefill
 from scalerl.rollout.servers.embedded.file_tensors import file_tensors
@@ -81,7 +81,7 @@ class DecodingEngine:
         # Its class is the one that the directory names.
         self._model: Any = _model(model_path, dtype, trust_remote_code)
         self._model.to(self.device).eval().requires_grad_(False)
-        self._parameters: dict[str, Tensor] = file_tensors(self._model)
+        self._parameters: dict[str, Tensor] = file_tensors(self._model, read_config(model_path).get("model_type"))
         self._vocab_size: int = self._model.get_input_embeddings().num_embeddings
         self._tokenizer = _tokenizer(model_path, trust_remote_code)
         self._eos_ids = _eos_ids(model_path, self._model.config.eos_token_id, self._tokenizer)

@@ -10,16 +10,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 from scalerl.models import MIXTURE_MODULE, family_named
+from scalerl.models.table import HF_MODEL
 
 # Names in the files of a model that is of no family, as most models have them.
 _EXPERT_NAMES = tuple(f"{MIXTURE_MODULE}.experts.{{e}}.{part}" for part in ("gate_proj", "up_proj", "down_proj"))
 
 
-def file_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+def file_tensors(model: PreTrainedModel, model_type: str | None = None) -> dict[str, Tensor]:
     """The tensors by name, or views of them if the files store parts; writing to a view changes the model.
 
-    Tied weights appear once. model: must not require gradients.
+    Tied weights appear once. model: must not require gradients.  model_type: of the files' config.json, where that is
+    another than the model's: the language model of files with a vision tower.
     """
+    files = family_named(model_type)
+    begin = files.prefix if files else HF_MODEL
     family = family_named(model.config.model_type)
     gate, up, down = (family.expert_names if family else ()) or _EXPERT_NAMES
     # transformers 5 has the experts of a layer in two tensors; the files store each expert separately.
@@ -39,4 +43,7 @@ def file_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
         else:
             tensors[name.replace(f".{MIXTURE_MODULE}.", f".{mixture}.")] = tensor
     biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
-    return tensors | biases
+    return {
+        begin + name.removeprefix(HF_MODEL) if name.startswith(HF_MODEL) else name: tensor
+        for name, tensor in (tensors | biases).items()
+    }
