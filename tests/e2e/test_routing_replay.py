@@ -77,10 +77,21 @@ def test_in_bfloat16_the_mismatch_falls(kept: Kept, mixture: Inputs, tmp_path: P
 
 
 @pytest.mark.full
-def test_in_float32_it_changes_nothing(kept: Kept, mixture: Inputs, tmp_path: Path) -> None:
-    """One update, whose forward pass makes the old log-probs too."""
-    one = ("trainer.total_training_steps=1", f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}")
-    metrics = train(kept, mixture, tmp_path / "run", "float32", REPLAY, *one)[1]
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_in_float32_it_changes_nothing(kept: Kept, mixture: Inputs, tmp_path: Path, family: str) -> None:
+    """One update, whose forward pass makes the old log-probs too; of the second family, whose first layer is dense, two
+    ranks share the experts of a server and split each layer of the trainer."""
+    own = ["trainer.total_training_steps=1", f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}"]
+    if family == "deepseek_v3":
+        path = make_tiny_model(tmp_path / family, family, num_layers=LAYERS, num_experts=8)
+        mixture = Inputs(path, mixture.train, mixture.val)
+        own += [
+            "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+            "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+            "+actor_rollout_ref.rollout.engine_kwargs.sglang.ep_size=2",
+        ]
+    metrics = train(kept, mixture, tmp_path / "run", "float32", REPLAY, *own)[1]
     assert metrics["actor/routing_agreement"] == 1.0
     assert metrics["training/rollout_probs_diff_max"] < 1e-4
 
