@@ -21,7 +21,7 @@ from tests.model_configs import meta_language_model, read_config
 Shapes = dict[str, tuple[int, ...]]
 # Data type in a file's header and shape of each tensor.
 Headers = dict[str, tuple[str, tuple[int, ...]]]
-DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "BF16": torch.bfloat16, "F32": torch.float32}
+DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "BF16": torch.bfloat16, "F32": torch.float32, "U8": torch.uint8}
 SCALE = "_scale_inv"
 _EXPERTS = re.compile(rf"(.*\.experts\.)(gate_up|down)_proj({SCALE})?")
 

@@ -44,8 +44,11 @@ class AttentionChoice:
 def called_head_sizes(cfg: PPOConfig | SFTConfig, shapes: Mapping[str, ModelShape]) -> dict[str, int]:
     """The head size of each model whose attention trainer.flash_attention_impl is about, by the model's path.
 
-    Empty where the trained model is none of them.  shapes: by role, of the models that could be read.
+    Empty where the trained model is none of them, or a model has attention sinks, which are tried with torch's own
+    alone.  shapes: by role, of the models that could be read.
     """
+    if any(shape.attention_sinks for shape in shapes.values()):
+        return {}
     if isinstance(cfg, SFTConfig):
         models = {"actor": (cfg.model.path, cfg.megatron)}
     else:

@@ -23,7 +23,7 @@ from scalerl.config import (
 )
 from scalerl.config.errors import ErrorCollector
 from scalerl.config.layout import LONGEST_SAMPLE
-from scalerl.config.names import ACTOR, JUDGE, ROLLOUT
+from scalerl.config.names import ACTOR, FLASH_ATTENTION_IMPLS, JUDGE, ROLLOUT
 from scalerl.config.partial_config import OVERRIDES
 from scalerl.config.schema import JudgeConfig, MegatronConfig, ModelConfig, OptimConfig
 from scalerl.data.model_source import model_directory
@@ -89,6 +89,11 @@ def check_models(
                 actor_violations(cfg, shape, device=device)
                 if isinstance(cfg, PPOConfig)
                 else model_layout_violations(shape, cfg.megatron, world_size(cfg), prefix="megatron", rollout_tp=None)
+            )
+        if shape.attention_sinks and (impl := cfg.trainer.flash_attention_impl) in FLASH_ATTENTION_IMPLS:
+            errors.violations.append(
+                f"trainer.flash_attention_impl = {impl}: is not known to compute the attention sinks of {policy.path}; "
+                "set trainer.flash_attention_impl=null (torch's own FlashAttention 2)"
             )
         if tokenizer is not None:
             options = cfg.data.chat_template_kwargs

@@ -14,6 +14,8 @@ from scalerl.merge import merge
 from scalerl.merge.split import split, split_sizes
 from scalerl.models import HFWeights, ModelShape, family_of, read_config
 from scalerl.models.mxfp4 import Mxfp4Tensor
+from tests import model_configs
+from tests.hub_files import Headers, write_headers
 from tests.tiny_models import make_tiny_model, store_as_mxfp4
 
 GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
@@ -66,6 +68,28 @@ def test_a_published_directory_is_read_split_and_merged_as_bfloat16(model: Path,
     assert merged.keys() == meant.keys()
     assert all(tensor.dtype == torch.bfloat16 and torch.equal(tensor, meant[name]) for name, tensor in merged.items())
     assert read_config(tmp_path / "merged") == config
+
+
+def test_the_published_names_and_sizes_are_those_of_the_table(tmp_path: Path) -> None:
+    """gpt-oss-20b's first two layers, without numbers: blocks and scales by the OCP's format, all else bfloat16."""
+    config = model_configs.read_config("gpt-oss-20b")
+    config |= {"num_hidden_layers": 2, "layer_types": config["layer_types"][:2]}
+    shape = ModelShape.from_config(config)
+    assert (shape.dtype, shape.sliding_window, shape.sliding_layers) == ("bfloat16", 128, (True, False))
+    stored: Headers = {}
+    for name, size in family_of(shape).hf_shapes(shape).items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            num_experts, columns, rows = size
+            stored[f"{name}_blocks"] = ("U8", (num_experts, rows, columns // 32, 16))
+            stored[f"{name}_scales"] = ("U8", (num_experts, rows, columns // 32))
+        else:
+            stored[name] = ("BF16", size)
+    assert stored[f"{GATE_UP}_blocks"] == ("U8", (32, 5760, 90, 16))
+    with HFWeights(write_headers(tmp_path, config, stored)) as weights:
+        weights.check(family_of(shape), shape)
+        assert weights.read(GATE_UP).get_shape() == [32, 2880, 5760]
+        # Scales of zero are 2^-127 times the value 0.
+        assert not weights.read(GATE_UP)[3, 0:64, 0:32].any()
 
 
 def test_missing_and_wrong_parts_are_named(model: Path) -> None:

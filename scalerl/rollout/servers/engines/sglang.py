@@ -292,11 +292,6 @@ def _mixture_violations(
         )
     own = _own_arguments(config.engine_kwargs)
     yield from _expert_parallel_violations(own, config, shape, section, device)
-    if shape.model_type == "gpt_oss" and own.get("ep_size", 1) not in (1, None, False):
-        yield (
-            f"{section}.engine_kwargs.sglang.ep_size = {own['ep_size']}: SGLang cannot load a gpt_oss model's experts "
-            f"by ranges; leave it out, and set {section}.tensor_model_parallel_size"
-        )
     if verify_weights_every and shape.model_type not in MIXTURES and not family_of(shape).text_config:
         yield (
             f"{section}.verify_weights_every = {verify_weights_every}: the checksums of an SGLang server are not known "
@@ -334,7 +329,12 @@ def _expert_parallel_violations(
         yield f"{section}.{error}"
         return
     ep_size = experts.ep_size
-    if experts.whole_shared_experts and device == "cpu":
+    if shape.model_type == "gpt_oss" and ep_size > 1:
+        yield (
+            f"{section}.engine_kwargs.sglang: SGLang does not load {ep_size} ranges of a gpt_oss model's experts "
+            "(ep_size or moe_a2a_backend); leave them out, so that ranks share the width of each"
+        )
+    elif experts.whole_shared_experts and device == "cpu":
         yield (
             f"{section}.engine_kwargs.sglang.moe_a2a_backend = deepep: DeepEP runs on GPUs alone; leave it out, or set "
             "ep_size"

@@ -151,6 +151,8 @@ def unknown_rows(own: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _effect(name: str, value: Any, arguments: Mapping[str, Any], model_type: str) -> str | None:
     """What an argument does to places that are not known then; None: they are known."""
+    if name.endswith("attention_backend"):
+        return "keeps sinks in float32" if (model_type, value) == ("gpt_oss", "trtllm_mha") else None
     if name == RUNNER:
         plain = _plain_runners(arguments)
         return None if value in plain else f"may reorder experts (known: {', '.join(plain)})"

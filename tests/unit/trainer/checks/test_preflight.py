@@ -15,13 +15,15 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose
+from scalerl.config.errors import ErrorCollector
+from scalerl.config.schema import MegatronConfig
 from scalerl.data import PromptCursor, PromptTable, load_tokenizer
 from scalerl.models import ModelShape
 from scalerl.parallel.flash_attention import import_refusal
 from scalerl.rollout.servers.engines import ENGINES
 from scalerl.trainer.checks import machine, preflight
-from scalerl.trainer.checks.machine import AttentionChoice
-from scalerl.trainer.checks.models import learning_rate_line
+from scalerl.trainer.checks.machine import AttentionChoice, called_head_sizes
+from scalerl.trainer.checks.models import check_models, learning_rate_line, model_layout_violations
 from scalerl.trainer.checks.preflight import check_ppo, check_sft
 from scalerl.trainer.console_texts import finished_at
 from scalerl.trainer.main_ppo import main
@@ -46,7 +48,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "reward.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n"
     )
-    for family in ("qwen3", "qwen3_moe", "mixtral", "deepseek_v3"):
+    for family in ("qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"):
         make_tiny_model(directory / family, family)
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "mscale_all_dim": 1.0}
     make_tiny_model(directory / "deepseek_v3_yarn", "deepseek_v3", rope_scaling=yarn)
@@ -105,6 +107,7 @@ def test_checksums_of_sglang_are_refused_where_they_are_not_known(directory: Pat
         ("deepseek_v3_yarn", "disable_shared_experts_fusion=false"),
         ("mixtral", "dp_size=2"),
         ("qwen3", "quantization=fp8"),
+        ("gpt_oss", "attention_backend=trtllm_mha"),
     )
     for family, own in moves:
         message = violation(directory, family, "sglang", 2, f"+actor_rollout_ref.rollout.engine_kwargs.sglang.{own}")
@@ -141,6 +144,25 @@ def test_experts_of_the_sampler_are_followed_where_there_are_some_and_they_are_k
     message = violation(directory, "mixtral", "sglang", 0, replay, f"{own}.speculative_algorithm=EAGLE")
     assert "engine_kwargs.sglang.speculative_algorithm=EAGLE, which" in message
     check_ppo(config(directory, "mixtral", "sglang", 0, replay))
+
+
+def test_what_computes_no_sinks_and_no_biased_experts_is_refused(directory: Path) -> None:
+    rollout = "actor_rollout_ref.rollout"
+    assert check_ppo(config(directory, "gpt_oss", "sglang", 1)) is not None
+    two = [f"{rollout}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"]
+    message = violation(directory, "gpt_oss", "sglang", 0, f"+{rollout}.engine_kwargs.sglang.ep=2", *two)
+    assert message.startswith(f"{rollout}.engine_kwargs.sglang: SGLang does not load 2 ranges of a gpt_oss model's exp")
+    shape = ModelShape.from_hf(directory / "gpt_oss")
+    others = MegatronConfig(cp_comm_type="p2p", moe_experts_impl="transformer_engine")
+    attention, experts = model_layout_violations(shape, others, 1, prefix="m", rollout_tp=None)
+    assert attention.startswith("m.cp_comm_type = p2p: ") and experts.startswith("m.moe_experts_impl = transformer_eng")
+    cfg = config(directory, "gpt_oss", "embedded", 1, "actor_rollout_ref.actor.megatron.dtype=bfloat16")
+    cfg.trainer.flash_attention_impl = "FA3"
+    errors = ErrorCollector()
+    shapes = check_models(errors, cfg, None, "cuda")
+    (line,) = errors.violations
+    assert line.startswith("trainer.flash_attention_impl = FA3: ") and "gpt_oss" in line
+    assert called_head_sizes(cfg, shapes) == {}
 
 
 def test_dense_layers_that_sglang_would_not_see_are_refused(directory: Path) -> None:
