@@ -210,14 +210,29 @@ def main_tensors(optimizer: Any) -> Iterator[tuple[torch.Tensor, int, dict[str, 
         if part.is_stub_optimizer:
             continue
         if isinstance(part, DistributedOptimizer):
+            mains = _main_ranges(part)
             for bucket in (b for ranges in part.gbuf_ranges for buckets in ranges.values() for b in buckets):
                 for parameter, ranges in bucket["param_map"].items():
-                    group, order = part.model_param_group_index_map[parameter]
-                    main = part.optimizer.param_groups[group]["params"][order]
-                    yield parameter, ranges["param"].start, _with_moments(part, main), True
+                    yield parameter, ranges["param"].start, _with_moments(part, mains[parameter]), True
         else:
             for parameter, main in _main_parameters(part):
                 yield parameter, 0, _with_moments(part, main), False
+
+
+def _main_ranges(part: DistributedOptimizer) -> dict[torch.Tensor, torch.Tensor]:
+    """The main parameter of each parameter of which this rank has a range.
+
+    megatron's map counts the parameters of a group in their order, and its optimizer has those in float32 first
+    (megatron-core 0.16.1): a model in bfloat16 with some in float32 gets wrong ones by the map.
+    """
+    mains: dict[torch.Tensor, torch.Tensor] = {}
+    for number, group in enumerate(part.optimizer.param_groups):
+        members = [parameter for parameter, place in part.model_param_group_index_map.items() if place[0] == number]
+        members.sort(key=lambda parameter: part.model_param_group_index_map[parameter][1])
+        # The sort is stable.
+        members.sort(key=lambda parameter: parameter.dtype != torch.float32)
+        mains |= dict(zip(members, group["params"], strict=True))
+    return mains
 
 
 def _main_parameters(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -381,6 +381,58 @@ def test_a_run_with_gated_delta_nets_goes_on(saved_delta: Saved, layout: str, so
     saved_delta.goes_on(layout, sources)
 
 
+def save_and_load_in_halves(model: str, sizes: Sizes, directory: str) -> tuple[bool, list[str], list[str]]:
+    """Whether weights and optimizer after a load, an update and one more are what they would be; names that are not."""
+    from scalerl.batch.data_proto import DataProto, Jagged
+    from scalerl.config.schema import MegatronConfig, OptimConfig
+    from scalerl.parallel.engine import MegatronEngine
+    from scalerl.parallel.layout import Layout, initialize
+
+    groups = initialize(Layout(**sizes), backend="gloo", timeout_s=60, seed=1)
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randint(0, 500, (length,), generator=generator) for length in (9, 30, 17, 70)]
+    shard = DataProto({"input_ids": Jagged.from_list(rows, torch.int64)})
+
+    def objective(logprobs_T: torch.Tensor, *_: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = -logprobs_T.sum() / 100
+        return loss, {"loss": loss.detach()}
+
+    def engine() -> Any:
+        config = MegatronConfig(dtype="bfloat16")
+        return MegatronEngine(model, config, groups, optim=OptimConfig(lr=1e-2, clip_grad=0.5))
+
+    def exported(of: Any) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for bucket in of.export_buckets(20_000) for name, tensor in bucket}
+
+    first, second = engine(), engine()
+    first.update(shard, [range(2), range(2, 4)], objective, temperature=1.0)
+    checkpoint.save_engine(first, directory)
+    restore.load_engine(second, directory)
+    # Parameters come back bit by bit where they were away.
+    first.to_host()
+    first.to_device()
+    before = [exported(each) for each in (first, second)]
+    for each in (first, second):
+        each.update(shard, [range(2), range(2, 4)], objective, temperature=1.0)
+    after = [exported(each) for each in (first, second)]
+    has_moved = any(not torch.equal(before[0][name], after[0][name]) for name in before[0] if name.endswith("A_log"))
+    loaded, continued = (
+        [name for name in ours if ours[name].dtype != theirs[name].dtype or not torch.equal(ours[name], theirs[name])]
+        for ours, theirs in (before, after)
+    )
+    return has_moved, loaded, continued
+
+
+@pytest.mark.parametrize("layout", [full("one"), "tp2"])
+def test_a_model_in_bfloat16_with_parameters_in_float32(tmp_path: Path, layout: str) -> None:
+    """The rates of decay of gated delta nets, as no other family has them."""
+    model = make_tiny_model(tmp_path / "model", "qwen3_5_moe_text", vocab_size=VOCAB_SIZE, initializer_range=0.1)
+    (tmp_path / "saved").mkdir()
+    sizes = DELTA_LAYOUTS[layout]
+    ranks = run_ranks(sizes["world_size"], save_and_load_in_halves, str(model), sizes, str(tmp_path / "saved"))
+    assert ranks == [(True, [], [])] * sizes["world_size"]
+
+
 MERGED = [(which, name) for which in ("saved", "saved_tied") for name in TIED_LAYOUTS]
 MERGED += [(which, name) for which in ("saved_deep", "saved_gpt_oss") for name in DEEP_LAYOUTS]
 MERGED += [("saved_delta", name) for name in DELTA_LAYOUTS]

@@ -47,6 +47,7 @@ OTHER_OPTIONS = {
     *("--nv", "--ipc", "--nnodes", "--node-rank", "--dist-init-addr", "--custom-weight-loader", "--num-cpus"),
     *("--object-store-memory", "--no-deps", "--no-build-isolation", "--batch", "--container-image", "--exclusive"),
     *("--export", "--gres", "--no-kill", "--output", "--overlap", "--signal", "--all-packages", "--extra", "--frozen"),
+    "--ignore-requires-python",
 }
 # What the reader's rest of a command would give, unless the page gives it; with a judge also JUDGE.
 NEEDED = {
