@@ -269,14 +269,14 @@ class HFWeights:
     def _mxfp4_problems(self, name: str, size: tuple[int, ...]) -> Iterator[str]:
         if (names := self._blocks_of(name)) is None:
             return
-        blocks, scales = names
-        if scales not in self._file_of:
-            yield f"missing {scales}, the scales of {blocks}"
+        if names[1] not in self._file_of:
+            yield f"missing {names[1]}, the scales of {names[0]}"
             return
-        stored = [self._slice(part) for part in names]
-        if any(part.get_dtype() != mxfp4.STORED_DTYPE for part in stored):
-            yield f"{blocks} and {scales} are stored as {' and '.join(p.get_dtype() for p in stored)}, not as U8"
-        elif (problem := mxfp4.shape_problem(*stored, size)) is not None:
+        blocks, scales = (self._slice(part) for part in names)
+        if {blocks.get_dtype(), scales.get_dtype()} != {mxfp4.STORED_DTYPE}:
+            dtypes = f"{blocks.get_dtype()} and {scales.get_dtype()}"
+            yield f"{' and '.join(names)} are stored as {dtypes}, not as {mxfp4.STORED_DTYPE}"
+        elif (problem := mxfp4.shape_problem(blocks, scales, size)) is not None:
             yield f"{name} has {problem}"
 
     def close(self) -> None:

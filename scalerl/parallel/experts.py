@@ -260,6 +260,9 @@ def layers_with_routers(chunks: Sequence[torch.nn.Module]) -> list[int]:
 class _Stacked(torch.nn.Module):
     """One weight of all experts of a rank: [experts, rows, columns]."""
 
+    # [experts, rows]; `BiasedExperts` sets it.
+    bias: torch.nn.Parameter
+
     def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=torch.cuda.current_device()))
@@ -357,7 +360,7 @@ class BiasedExperts(Experts):
         linear = _grouped_linear if self._can_group(tokens_NH) else _linear_one_by_one
         gate_up = linear(tokens_NH, tokens_per_expert, self.linear_fc1.weight, self.linear_fc1.bias)
         inner = (_compiled_clamped_glu() if gate_up.is_cuda else clamped_glu)(gate_up)
-        bias = self.linear_fc2.bias
+        bias: Tensor = self.linear_fc2.bias
         if not self.adds_bias:
             # The parts of the etp ranks are summed: one adds the bias, all have its gradient.
             bias = bias - bias.detach()

@@ -6,7 +6,6 @@ Imported in SGLang's processes alone.
 from __future__ import annotations
 
 from itertools import repeat
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from torch import Tensor
 
 
-def accept_backend(model_hook: ModuleType, name: str) -> None:
+def accept_backend(model_hook: Any, name: str) -> None:
     """Makes SGLang start gpt-oss with the attention backend `name`: it has a list of those that know sinks.
 
     model_hook: the module with the list. There the backend goes by the name of one on it.
