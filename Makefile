@@ -34,6 +34,10 @@ SERVICES = $(SIDE_BY_SIDE) tests/ray tests/dist tests/slurm tests/sglang tests/e
 MAIN := -m "not full"
 QUICK := --hypothesis-profile=quick
 
+# What tests show of each family (tests/families.py): a part of each of the two, and a page of both, $(FAMILIES).md.
+FAMILIES := outputs/families
+FAMILIES_PART = --families $(FAMILIES)/$@.json
+
 .DEFAULT_GOAL := help
 .PHONY: help torch setup quickstart setup-gpu quickstart-gpu gpu check test test-all lint types format docs clean
 .PHONY: unit types-beside unit-beside services
@@ -122,17 +126,19 @@ test: setup ## all that README promises (TESTS=path: those alone, and all of the
 ifdef TESTS
 	$(PYTEST) $(PYTEST_ARGS) $(TESTS)
 else
+	@rm -rf $(FAMILIES) $(FAMILIES).md
 	@echo "$(SAID_LAST)"
 	$(BESIDE) unit-beside services
 endif
 
 unit-beside: setup
-	@$(call AT_THE_END,$(PYTEST) $(MAIN) $(QUICK) $(PYTEST_ARGS) $(UNIT_BESIDE))
+	@$(call AT_THE_END,$(PYTEST) $(MAIN) $(QUICK) $(FAMILIES_PART) $(PYTEST_ARGS) $(UNIT_BESIDE))
 
 services: setup
-	$(PYTEST) $(MAIN) $(PYTEST_ARGS) $(SERVICES)
+	$(PYTEST) $(MAIN) $(FAMILIES_PART) $(PYTEST_ARGS) $(SERVICES)
 
 test-all: setup ## every test but tests/gpu, on every layout
+	@rm -rf $(FAMILIES) $(FAMILIES).md
 	@echo "$(SAID_LAST)"
 	$(BESIDE) MAIN= QUICK= unit-beside services
 

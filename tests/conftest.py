@@ -12,6 +12,7 @@ import psutil
 import pytest
 from hypothesis import settings
 
+from tests import families
 from tests.units import place_of
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ NUM_WORKERS = 28
 # Share of the memory. Ray kills workers when 0.05 are left, and a test may start processes of a few GiB.
 MIN_AVAILABLE = 0.25
 _processes = pytest.StashKey["Processes"]()
+
+
+def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+    pluginmanager.register(families)
 
 
 @pytest.fixture(scope="session")

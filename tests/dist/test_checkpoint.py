@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.dist import layouts
 from tests.dist.launch import run_ranks
 from tests.dist.layouts import ONE, Sizes
 from tests.lanes import full, mostly_full
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import FAMILIES, WITH_DELTA_NETS, WITH_EXPERTS, make_tiny_model
 
 # A checkpoint of each is loaded on each.
 LAYOUTS = {"one": ONE} | {name: layouts.LAYOUTS[name] for name in ("tp2", "pp2", "dp2", "cp2", "tp2_pp2")}
@@ -228,9 +229,25 @@ def on_layouts(layouts: dict[str, Sizes], main: dict[str, Sequence[str]]) -> Any
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    model = make_tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", vocab_size=VOCAB_SIZE, initializer_range=0.1)
-    return Saved(LAYOUTS, model, tmp_path_factory.mktemp("saved"))
+def saved_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
+    """Family -> its checkpoints. Of a mixture or with delta nets with four layers: two stages can have two chunks each."""
+
+    @cache
+    def make(family: str) -> Saved:
+        is_deep = family in WITH_EXPERTS or family in WITH_DELTA_NETS
+        sizes: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "num_layers": 4 if is_deep else 2, "initializer_range": 0.1}
+        if family in WITH_DELTA_NETS:
+            # As in test_layout_invariance.py, so that rounding stays small.
+            sizes |= {"rms_norm_eps": 1e-2, "seed": 1}
+        model = make_tiny_model(tmp_path_factory.mktemp(family), family, **sizes)
+        return Saved(LAYOUTS | DEEP_LAYOUTS | DELTA_LAYOUTS, model, tmp_path_factory.mktemp("saved"))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def saved(saved_of: Callable[[str], Saved]) -> Saved:
+    return saved_of("qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -278,6 +295,7 @@ def assert_same_bits(actual: list[Continued], expected: list[Continued]) -> None
         assert all(torch.equal(*pair) for pair in zip(mine.random, theirs.random, strict=True))
 
 
+@pytest.mark.shows("save/load", family="qwen3")
 @pytest.mark.parametrize(
     ("layout", "sources"), on_layouts(LAYOUTS, {"one": ["one", "tp2_pp2"], "tp2_pp2": ["one", "tp2_pp2", "dp2"]})
 )
@@ -326,59 +344,36 @@ def load_broken(model: str, directory: str, broken: str) -> Continued:
     return trainer.go_on()
 
 
-@pytest.fixture(scope="module")
-def saved_tied(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    model = make_tiny_model(tmp_path_factory.mktemp("qwen2"), "qwen2", vocab_size=VOCAB_SIZE, initializer_range=0.1)
-    return Saved(LAYOUTS, model, tmp_path_factory.mktemp("saved_tied"))
-
-
+@pytest.mark.shows("save/load", family="qwen2")
 @pytest.mark.parametrize("layout", [full("one"), "pp2"])
-def test_tied_embeddings(saved_tied: Saved, layout: str) -> None:
-    saved_tied.goes_on(layout, TIED_LAYOUTS)
+def test_tied_embeddings(saved_of: Callable[[str], Saved], layout: str) -> None:
+    saved_of("qwen2").goes_on(layout, TIED_LAYOUTS)
 
 
-@pytest.fixture(scope="module")
-def saved_deep(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    model = make_tiny_model(
-        tmp_path_factory.mktemp("mixture"), "qwen3_moe", vocab_size=VOCAB_SIZE, num_layers=4, initializer_range=0.1
-    )
-    return Saved(DEEP_LAYOUTS, model, tmp_path_factory.mktemp("saved_deep"))
-
-
+@pytest.mark.shows("save/load", family="qwen3_moe")
 @pytest.mark.parametrize(
     ("layout", "sources"), on_layouts(DEEP_LAYOUTS, {"tp2_etp2": ["tp2_etp2", "vpp2_pp2"], "vpp2_pp2": ["ep2"]})
 )
-def test_a_run_of_a_mixture_goes_on(saved_deep: Saved, layout: str, sources: Sequence[str]) -> None:
-    saved_deep.goes_on(layout, sources)
+def test_a_run_of_a_mixture_goes_on(saved_of: Callable[[str], Saved], layout: str, sources: Sequence[str]) -> None:
+    saved_of("qwen3_moe").goes_on(layout, sources)
 
 
-@pytest.fixture(scope="module")
-def saved_gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    model = make_tiny_model(
-        tmp_path_factory.mktemp("gpt_oss"), "gpt_oss", vocab_size=VOCAB_SIZE, num_layers=4, initializer_range=0.1
-    )
-    return Saved(DEEP_LAYOUTS, model, tmp_path_factory.mktemp("saved_gpt_oss"))
-
-
+@pytest.mark.shows("save/load", family="gpt_oss")
 @pytest.mark.parametrize(("layout", "sources"), on_layouts(DEEP_LAYOUTS, {"tp2_etp2": ["tp2_etp2", "vpp2_pp2"]}))
-def test_a_run_with_sinks_and_biased_experts_goes_on(saved_gpt_oss: Saved, layout: str, sources: Sequence[str]) -> None:
-    saved_gpt_oss.goes_on(layout, sources)
+def test_a_run_with_sinks_and_biased_experts_goes_on(
+    saved_of: Callable[[str], Saved], layout: str, sources: Sequence[str]
+) -> None:
+    saved_of("gpt_oss").goes_on(layout, sources)
 
 
-@pytest.fixture(scope="module")
-def saved_delta(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    options: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "num_layers": 4, "initializer_range": 0.1}
-    # As in test_layout_invariance.py, so that rounding stays small.
-    options |= {"rms_norm_eps": 1e-2, "seed": 1}
-    model = make_tiny_model(tmp_path_factory.mktemp("delta"), "qwen3_5_moe_text", **options)
-    return Saved(DELTA_LAYOUTS, model, tmp_path_factory.mktemp("saved_delta"))
-
-
+@pytest.mark.shows("save/load", family="qwen3_5_moe_text")
 @pytest.mark.parametrize(
     ("layout", "sources"), on_layouts(DELTA_LAYOUTS, {"tp2_ep2_etp1": ["tp2_ep2_etp1", "vpp2_pp2"]})
 )
-def test_a_run_with_gated_delta_nets_goes_on(saved_delta: Saved, layout: str, sources: Sequence[str]) -> None:
-    saved_delta.goes_on(layout, sources)
+def test_a_run_with_gated_delta_nets_goes_on(
+    saved_of: Callable[[str], Saved], layout: str, sources: Sequence[str]
+) -> None:
+    saved_of("qwen3_5_moe_text").goes_on(layout, sources)
 
 
 def save_and_load_in_halves(model: str, sizes: Sizes, directory: str) -> tuple[bool, list[str], list[str]]:
@@ -433,17 +428,33 @@ def test_a_model_in_bfloat16_with_parameters_in_float32(tmp_path: Path, layout: 
     assert ranks == [(True, [], [])] * sizes["world_size"]
 
 
-MERGED = [(which, name) for which in ("saved", "saved_tied") for name in TIED_LAYOUTS]
-MERGED += [(which, name) for which in ("saved_deep", "saved_gpt_oss") for name in DEEP_LAYOUTS]
-MERGED += [("saved_delta", name) for name in DELTA_LAYOUTS]
+# Saved and loaded on, of every other family.
+OTHER_FAMILIES = {
+    family: ("vpp2_pp2", "tp2_ep2_etp1") if family in WITH_EXPERTS else ("pp2", "tp2")
+    for family in FAMILIES
+    if family not in ("qwen3", "qwen2", "qwen3_moe", "gpt_oss", "qwen3_5_moe_text")
+}
+
+
+@pytest.mark.shows("save/load")
+@pytest.mark.parametrize(("family", "layout"), [full(family, layout) for family, (_, layout) in OTHER_FAMILIES.items()])
+def test_a_run_of_every_family_goes_on(saved_of: Callable[[str], Saved], family: str, layout: str) -> None:
+    saved_of(family).goes_on(layout, OTHER_FAMILIES[family][:1])
+
+
+MERGED = [(family, name) for family in ("qwen3", "qwen2") for name in TIED_LAYOUTS]
+MERGED += [(family, name) for family in ("qwen3_moe", "gpt_oss") for name in DEEP_LAYOUTS]
+MERGED += [("qwen3_5_moe_text", name) for name in DELTA_LAYOUTS]
+MERGED += [(family, on) for family, (on, _) in OTHER_FAMILIES.items()]
 # Those that other tests make.
-MERGED_IN_MAIN = [("saved", "tp2_pp2"), ("saved_tied", "pp2"), ("saved_deep", "vpp2_pp2"), ("saved_deep", "tp2_etp2")]
-MERGED_IN_MAIN += [("saved_gpt_oss", "tp2_etp2"), ("saved_delta", "tp2_ep2_etp1")]
+MERGED_IN_MAIN = [("qwen3", "tp2_pp2"), ("qwen2", "pp2"), ("qwen3_moe", "vpp2_pp2"), ("qwen3_moe", "tp2_etp2")]
+MERGED_IN_MAIN += [("gpt_oss", "tp2_etp2"), ("qwen3_5_moe_text", "tp2_ep2_etp1")]
 
 
-@pytest.mark.parametrize(("which", "layout"), mostly_full(MERGED, MERGED_IN_MAIN.__contains__))
-def test_merge(request: pytest.FixtureRequest, tmp_path: Path, which: str, layout: str) -> None:
-    saved: Saved = request.getfixturevalue(which)
+@pytest.mark.shows("merge")
+@pytest.mark.parametrize(("family", "layout"), mostly_full(MERGED, MERGED_IN_MAIN.__contains__))
+def test_merge(saved_of: Callable[[str], Saved], tmp_path: Path, family: str, layout: str) -> None:
+    saved = saved_of(family)
     directory = Path(saved.on(layout))
     merge(directory, tmp_path / "merged")
     expected = load_file(directory / "exported.safetensors")

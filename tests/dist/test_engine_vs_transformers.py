@@ -16,22 +16,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.dist import layouts
 from tests.dist.launch import run_ranks
-from tests.lanes import full
+from tests.dist.layouts import ONE
+from tests.lanes import full, mostly_full
 from tests.tiny_models import FAMILIES, WITH_EXPERTS, make_tiny_model
 
-# Arguments of Layout.
-LAYOUTS: dict[str, dict[str, int]] = {
-    "one": {"world_size": 1},
-    "tp2": {"world_size": 2, "tp_size": 2, "etp_size": 2},
-    "pp2": {"world_size": 2, "pp_size": 2},
-    "ep2": {"world_size": 2, "ep_size": 2},
-    # Experts whole on each rank, attention split.
-    "tp2_etp1": {"world_size": 2, "tp_size": 2},
-    "tp2_ep2_etp2": {"world_size": 4, "tp_size": 2, "ep_size": 2, "etp_size": 2},
-}
-# Others mean nothing to a dense model.
-DENSE_LAYOUTS = ("one", "tp2", "pp2")
+# tp2 has experts whole on each rank.
+DENSE_LAYOUTS = {"one": ONE} | {name: layouts.LAYOUTS[name] for name in ("tp2", "pp2")}
+LAYOUTS = DENSE_LAYOUTS | {name: layouts.MIXTURE_LAYOUTS[name] for name in ("ep2", "tp2_etp2", "tp2_ep2")}
 CASES = [
     (layout, family) for layout in LAYOUTS for family in FAMILIES if family in WITH_EXPERTS or layout in DENSE_LAYOUTS
 ]
@@ -157,25 +150,18 @@ def measured_on(models: dict[str, str]) -> Callable[[str], list[dict[str, FromEn
     return run
 
 
-MAIN_LAYOUTS = ("one", "tp2")
+def is_main(case: tuple[str, str]) -> bool:
+    layout, family = case
+    return layout in ("one", "tp2_etp2" if family in WITH_EXPERTS else "tp2")
 
 
-@pytest.fixture(
-    params=[case if case[0] in MAIN_LAYOUTS else full(case) for case in CASES], ids=["-".join(case) for case in CASES]
-)
-def case(request: pytest.FixtureRequest) -> tuple[str, str]:
-    return request.param
-
-
-@pytest.fixture
-def family(case: tuple[str, str]) -> str:
-    return case[1]
+on_layouts = pytest.mark.parametrize(("layout", "family"), mostly_full(CASES, is_main))
 
 
 @pytest.fixture
-def measured(case: tuple[str, str], measured_on: Callable) -> list[FromEngine]:
+def measured(layout: str, family: str, measured_on: Callable) -> list[FromEngine]:
     """One for each rank."""
-    return [rank[case[1]] for rank in measured_on(case[0])]
+    return [rank[family] for rank in measured_on(layout)]
 
 
 @pytest.fixture
@@ -217,6 +203,8 @@ def of_files(family: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return file_tensors
 
 
+@pytest.mark.shows("log-probs")
+@on_layouts
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @torch.no_grad()
 def test_logprobs_and_entropy(measured: list[FromEngine], hf: PreTrainedModel, temperature: float) -> None:
@@ -230,11 +218,13 @@ def test_logprobs_and_entropy(measured: list[FromEngine], hf: PreTrainedModel, t
                 torch.testing.assert_close(columns["entropy"][row], entropy, rtol=0, atol=ABSOLUTE)
 
 
+@on_layouts
 def test_temperature_matters(measured: list[FromEngine]) -> None:
     outputs = last_stage(measured)[0].outputs
     assert all((warm[1:] > outputs[0.7]["entropy"][row][1:]).all() for row, warm in outputs[1.0]["entropy"].items())
 
 
+@on_layouts
 def test_export_is_what_was_loaded(measured: list[FromEngine], family: str, models: dict[str, str]) -> None:
     original = load_file(Path(models[family]) / "model.safetensors")
     for rank in measured:
@@ -243,6 +233,8 @@ def test_export_is_what_was_loaded(measured: list[FromEngine], family: str, mode
         assert [name for name in original if not torch.equal(weights[name], original[name])] == []
 
 
+@pytest.mark.shows("train step")
+@on_layouts
 def test_gradient(measured: list[FromEngine], family: str, hf: PreTrainedModel) -> None:
     """One backward pass over all micro-batches, tensor by tensor, against autograd on one sequence at a time."""
     loss = torch.zeros(())
@@ -263,6 +255,8 @@ def test_gradient(measured: list[FromEngine], family: str, hf: PreTrainedModel) 
         assert rank.update["loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
+@pytest.mark.shows("log-probs", "train step", dtype="bfloat16")
+@on_layouts
 @torch.no_grad()
 def test_bfloat16_is_near(measured: list[FromEngine], hf: PreTrainedModel) -> None:
     for rank in last_stage(measured):

@@ -182,6 +182,7 @@ def one_process(models: Callable[[str], Path]) -> Callable[[str], Outcome]:
     return functools.cache(lambda family: run(models(family), ONE))
 
 
+@pytest.mark.shows("log-probs", "train step")
 @pytest.mark.parametrize(("family", "layout"), mostly_full(CASES, lambda case: MAIN.get(case[1]) == case[0]))
 def test_layout(models: Callable[[str], Path], one_process: Callable[[str], Outcome], family: str, layout: str) -> None:
     assert_same(run(models(family), (LAYOUTS | MIXTURE_LAYOUTS)[layout]), one_process(family))

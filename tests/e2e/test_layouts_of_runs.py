@@ -35,19 +35,19 @@ LAYOUTS = {
     "tp2": (2, [f"{TP}=2"]),
     "pp2": (2, [f"{PP}=2"]),
     "cp2": (2, [f"{CP}=2"]),
-    "vpp": (2, [f"{PP}=2", f"{VPP}=2"]),
-    "tp2 x dp2": (4, [f"{TP}=2"]),
+    "vpp2_pp2": (2, [f"{PP}=2", f"{VPP}=2"]),
+    "tp2_dp2": (4, [f"{TP}=2"]),
     "one": (1, []),
     "recompute": (1, [f"{MEGATRON}.recompute_granularity=full"]),
     "ep2": (2, [f"{EP}=2"]),
-    "ep2 x tp2": (4, [f"{EP}=2", f"{TP}=2"]),
+    "tp2_ep2": (4, [f"{EP}=2", f"{TP}=2"]),
 }  # fmt: skip
-CORE = [("qwen3", name) for name in ("dp2", "tp2", "cp2", "vpp", "recompute")]
+CORE = [("qwen3", name) for name in ("dp2", "tp2", "cp2", "vpp2_pp2", "recompute")]
 FULL = [
     ("qwen3", "pp2"),
     ("qwen3_moe", "ep2"),
-    ("qwen3", "tp2 x dp2"),
-    ("qwen3_moe", "ep2 x tp2"),
+    ("qwen3", "tp2_dp2"),
+    ("qwen3_moe", "tp2_ep2"),
     ("qwen3_moe", "tp2"),
     ("qwen2", "tp2"),
     ("llama", "pp2"),
@@ -64,6 +64,9 @@ FULL = [
     ("gpt_oss", "tp2"),
 ]
 assert {family for family, _ in CORE + FULL} == set(FAMILIES)
+# What was trained is what samples.
+SHOWS = pytest.mark.shows("train step", "log-probs", "sync")
+SERVED = pytest.mark.shows("serve", layout="embedded")
 
 
 @pytest.fixture(scope="module")
@@ -113,12 +116,16 @@ def assert_same_first_step(record: Record, expected: Record, rel: float) -> None
         assert record.final[step]["training/rollout_probs_diff_max"] < 1e-4
 
 
+@SHOWS
+@SERVED
 @pytest.mark.parametrize(("family", "layout"), CORE)
 def test_the_numbers_of_one_process(run: Callable[..., Record], family: str, layout: str) -> None:
     num_ranks, overrides = LAYOUTS[layout]
     assert_same_first_step(run(family, num_ranks, *overrides), run(family, 1), rel=1e-5)
 
 
+@pytest.mark.shows("train step", "log-probs", "sync", family="qwen3", layout="dp2", dtype="bfloat16")
+@pytest.mark.shows("serve", family="qwen3", layout="embedded", dtype="bfloat16")
 @pytest.mark.full
 def test_a_run_in_bfloat16_updates_and_its_two_log_probs_are_near(run: Callable[..., Record]) -> None:
     """Of the sampler and of two trainer ranks. The numbers of float32 are others, since the samples are."""
@@ -130,6 +137,8 @@ def test_a_run_in_bfloat16_updates_and_its_two_log_probs_are_near(run: Callable[
         assert 0 < metrics_by_step[step]["training/rollout_probs_diff_mean"] < 2**-6
 
 
+@pytest.mark.shows("sync", family="qwen3", layout="tp2")
+@pytest.mark.shows("serve", family="qwen3", layout="sglang tp2")
 @pytest.mark.full
 def test_a_wide_sglang_server_samples_from_what_two_ranks_train(run: Callable[..., Record]) -> None:
     wide = ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
@@ -141,6 +150,8 @@ def test_a_wide_sglang_server_samples_from_what_two_ranks_train(run: Callable[..
         assert metrics_by_step[step]["training/rollout_probs_diff_max"] < 1e-4
 
 
+@SHOWS
+@SERVED
 @pytest.mark.full
 @pytest.mark.parametrize(("family", "layout"), FULL)
 def test_the_numbers_of_one_process_of_all_families(run: Callable[..., Record], family: str, layout: str) -> None:
@@ -148,10 +159,11 @@ def test_the_numbers_of_one_process_of_all_families(run: Callable[..., Record], 
     assert_same_first_step(run(family, num_ranks, *overrides), run(family, 1), rel=1e-5)
 
 
+@pytest.mark.shows("save/load", layout="after")
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "before", "after"),
-    [("qwen3", "tp2", "pp2"), ("qwen3", "dp2", "one"), ("qwen3_moe", "ep2", "tp2"), ("qwen3", "tp2 x dp2", "tp2")],
+    [("qwen3", "tp2", "pp2"), ("qwen3", "dp2", "one"), ("qwen3_moe", "ep2", "tp2"), ("qwen3", "tp2_dp2", "tp2")],
 )
 def test_a_run_goes_on_on_another_layout(
     inputs: Inputs, kept: Kept, tmp_path: Path, family: str, before: str, after: str

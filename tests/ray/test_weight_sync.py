@@ -35,7 +35,7 @@ KINDS = ("sglang", "embedded")
 # Each with its own learning rate, so that each ends with other weights.
 LAYOUTS = {
     "tp2": (Layout(2, 2, 1), 1e-2),
-    "tp2 x pp2": (Layout(4, 2, 2), 2e-2),
+    "tp2_pp2": (Layout(4, 2, 2), 2e-2),
     "dp2": (Layout(2, 1, 1), 3e-2),
 }
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0)
@@ -159,6 +159,9 @@ def replicas_of(servers: dict[str, Future[RolloutServer]]) -> list[Replica]:
     return [Replica(server.url, kind, 1, server.key) for kind, server in started.items()]
 
 
+@pytest.mark.shows("train step", "sync", family="qwen3", layout="trainer")
+@pytest.mark.shows("serve", family="qwen3", layout="sglang")
+@pytest.mark.shows("serve", family="qwen3", layout="embedded")
 @pytest.mark.parametrize("transport", ["shared", "broadcast", "disk"])
 def test_servers_serve_what_was_trained(
     trainer: WorkerGroup,
@@ -198,7 +201,7 @@ WIDE_MODELS = {
 # As LAYOUTS.
 WIDE_LAYOUTS = {
     "tp2": (Layout(2, 2), 1e-2),
-    "tp2 x ep2": (Layout(2, 2, ep_size=2, etp_size=1), 1e-2),
+    "tp2_ep2_etp1": (Layout(2, 2, ep_size=2, etp_size=1), 1e-2),
     "ep2": (Layout(2, 1, ep_size=2, etp_size=1), 2e-2),
 }
 
@@ -248,13 +251,14 @@ def wide_trainer(
     start_group.stop(group)
 
 
+@pytest.mark.shows("sync", family="wide_server", layout="wide_trainer")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="SGLang on CPU binds each rank to a core of its own")
 @pytest.mark.full
 @pytest.mark.parametrize("transport", ["shared", "broadcast", "disk"])
 # Apart from the transports: in one table with them every case would start a server of its own.
 @pytest.mark.parametrize(
     ("wide_server", "wide_trainer"),
-    [("qwen2", "tp2"), ("qwen3_moe", "tp2 x ep2"), ("qwen3_moe", "ep2")],
+    [("qwen2", "tp2"), ("qwen3_moe", "tp2_ep2_etp1"), ("qwen3_moe", "ep2")],
     indirect=True,
 )
 def test_two_ranks_feed_a_server_on_two(

@@ -42,6 +42,7 @@ def assert_logprobs_match(model: Model, prompt: list[int], output: GenerateOutpu
     torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.shows("serve", family="qwen3", server="shared_engine")
 def test_greedy_tokens_logprobs_and_finish_reasons_are_those_of_transformers(engine: Engine, model_a: Model) -> None:
     outputs = engine.generate(requests_for(PROMPTS, GREEDY))
     for prompt, output in zip(PROMPTS, outputs, strict=True):
@@ -133,6 +134,7 @@ def test_a_refused_request_shows_the_servers_words(engine: Engine) -> None:
         engine.generate(requests_for([[5, 6]], SamplingParams(max_new_tokens=4, top_p=1.5)))
 
 
+@pytest.mark.shows("sync", "serve", family="qwen3", server="shared_engine")
 def test_a_weight_update_session_puts_exactly_the_new_model_into_the_server(
     engine: Engine, model_a: Model, model_b: Model
 ) -> None:

@@ -57,6 +57,7 @@ def test_every_family_that_is_said_to_be_known_is_here() -> None:
     assert set(WIDTH_KEY) == {name for name, family in families.items() if not (family.latent or family.delta_net)}
 
 
+@pytest.mark.shows("sync", "serve", server="sglang")
 @pytest.mark.parametrize(("family", "tp_size", "ep_size"), [
     ("qwen3_moe", 1, 1),
     pytest.param("qwen3_moe", 2, 1, marks=[TWO_CORES, pytest.mark.full]),

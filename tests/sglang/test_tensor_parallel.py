@@ -27,11 +27,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def make(path: Path, family: str, seed: int) -> Model:
+    return Model.load(make_model(path, family, seed=seed, vocab_size=VOCAB_SIZE, ffn_size=FFN_SIZE))
+
+
 @pytest.fixture(scope="module")
-def old(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model.load(
-        make_model(tmp_path_factory.mktemp("old"), "qwen2", seed=0, vocab_size=VOCAB_SIZE, ffn_size=FFN_SIZE)
-    )
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def old(family: str, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return make(tmp_path_factory.mktemp("old"), family, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +48,12 @@ def engine(start_engine: Callable[..., Engine], old: Model) -> Iterator[Engine]:
     engine.server.stop()
 
 
+# The first is that of the last test.
+@pytest.mark.shows("sync", "serve", layout="sglang tp2")
 @pytest.mark.full
-def test_update_and_checksums_with_two_ranks(engine: Engine, old: Model, tmp_path: Path) -> None:
-    new = Model.load(make_model(tmp_path / "new", "qwen2", seed=1, vocab_size=VOCAB_SIZE, ffn_size=FFN_SIZE))
+@pytest.mark.parametrize("family", ["qwen2", "llama", "mistral"], indirect=True)
+def test_update_and_checksums_with_two_ranks(engine: Engine, old: Model, tmp_path: Path, family: str) -> None:
+    new = make(tmp_path / "new", family, seed=1)
     config = old.hf.config.to_dict()
     assert checksum_differences(expected_checksums(old.weights(), config, 2, "sglang"), engine.client.checksums()) == []
 
@@ -61,6 +71,7 @@ def test_update_and_checksums_with_two_ranks(engine: Engine, old: Model, tmp_pat
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen2"], indirect=True)
 def test_a_crashed_rank_ends_the_server_and_not_its_owner(engine: Engine) -> None:
     """SGLang then kills its own process tree and signals its parent; the owner only sees that the server is gone.
 

@@ -94,6 +94,7 @@ def transport_of() -> Iterator[Callable[..., BroadcastTransport]]:
             transport.forget(index)
 
 
+@pytest.mark.shows("sync", "serve", family="qwen3", server="shared_engine")
 def test_a_broadcast_is_what_the_engine_serves(
     engine: Engine, model_a: Model, model_b: Model, transport_of: Callable[..., BroadcastTransport]
 ) -> None:
@@ -228,6 +229,7 @@ def test_the_bytes_are_in_the_order_that_sglang_reads() -> None:
         assert name == wanted_name and torch.equal(tensor, wanted)
 
 
+@pytest.mark.shows("sync", "serve", family="qwen3", server="shared_engine")
 def test_a_model_on_disk_is_what_the_engine_serves(engine: Engine, model_b: Model, tmp_path: Path) -> None:
     """In two files, which need no session; a directory without weights changes nothing."""
     weights, directory = model_b.weights(), tmp_path / "weights"

@@ -89,6 +89,7 @@ def run(actor: Path, target: Path, *more: str) -> int:
     return main(["merge", "--backend", "megatron", "--local_dir", str(actor), "--target_dir", str(target), *more])
 
 
+@pytest.mark.shows("merge", layout="no ranks")
 @pytest.mark.parametrize(("family", "tied"), MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_merged_model_is_the_original_byte_for_byte(tmp_path, family, tied, dtype):
@@ -110,6 +111,7 @@ def test_merged_model_is_the_original_byte_for_byte(tmp_path, family, tied, dtyp
     assert {p.name for p in target.iterdir()} == others | {"model.safetensors"}
 
 
+@pytest.mark.shows("merge", layout="no ranks")
 @pytest.mark.parametrize(("family", "tied"), MODELS)
 def test_transformers_computes_the_same_logits(tmp_path, family, tied):
     hf_dir = tiny(tmp_path / "hf", family, tied)
