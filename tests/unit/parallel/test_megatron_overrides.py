@@ -88,6 +88,8 @@ def test_what_is_said_to_be_set_elsewhere_is_a_field_of_megatron(kind: str, owne
     # Of Megatron's command line or of MindSpeed, not of its config.
     foreign = {"use_flash_attn", "position_embedding_type", "keep_mtp_spec_in_bf16", "mtp_use_repeated_layer"}
     foreign |= {"use_distributed_optimizer"}
+    # Of Megatron's config before 0.17.
+    foreign |= {"moe_use_legacy_grouped_gemm"}
     patterns = [row.key for row in rows_of("ppo") if f".override_{kind}_config." in row.key]
     fields = {name for pattern in patterns for name in re.findall(r"\w+", pattern.rpartition("_config.")[2])}
     names = {name for name in fields if not name.startswith("use_fused_")} - foreign
