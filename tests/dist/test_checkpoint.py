@@ -228,10 +228,10 @@ def saved_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]
 
     @cache
     def make(family: str) -> Saved:
-        layers, layouts = (4, DEEP_LAYOUTS) if family in WITH_EXPERTS else (2, LAYOUTS)
-        sizes = {"vocab_size": VOCAB_SIZE, "num_layers": layers, "initializer_range": 0.1}
-        model = make_tiny_model(tmp_path_factory.mktemp(family), family, **sizes)
-        return Saved(layouts, model, tmp_path_factory.mktemp("saved"))
+        options: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "initializer_range": 0.1}
+        options["num_layers"] = 4 if family in WITH_EXPERTS else 2
+        model = make_tiny_model(tmp_path_factory.mktemp(family), family, **options)
+        return Saved(LAYOUTS | DEEP_LAYOUTS, model, tmp_path_factory.mktemp("saved"))
 
     return make
 
