@@ -145,8 +145,8 @@ def page_of(parts: Iterable[dict[str, Any]], root: str) -> str:
 
 
 def _place(layout: str) -> tuple[bool, int, str]:
-    """One process first, and servers last."""
-    return layout.split()[0] in ("sglang", "embedded"), 0 if layout == "one" else layout.count("_") + 1, layout
+    """One process first, and what is not of ranks last."""
+    return layout.split()[0] in ("no", "sglang", "embedded"), 0 if layout == "one" else layout.count("_") + 1, layout
 
 
 def _text(by_dtype: Mapping[str, Sequence[str]], failures: Sequence[str]) -> str:

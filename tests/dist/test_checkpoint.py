@@ -230,7 +230,7 @@ def on_layouts(layouts: dict[str, Sizes], main: dict[str, Sequence[str]]) -> Any
 
 @pytest.fixture(scope="module")
 def saved_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
-    """Family -> its checkpoints. With experts or delta nets of four layers, so that two stages can have two chunks each."""
+    """Family -> its checkpoints. With experts or delta nets of four layers, so that a stage can have two chunks."""
 
     @cache
     def make(family: str) -> Saved:

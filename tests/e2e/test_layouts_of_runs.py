@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from scalerl.extras.verify.differences import compare_models, compare_samples, compare_states
 from tests.e2e.jobs import Inputs, Record
 from tests.e2e.kept import Finished, Kept
-from tests.tiny_models import FAMILIES, make_tiny_model
+from tests.tiny_models import FAMILIES, WITH_EXPERTS, make_tiny_model
 
 STEPS = 2
 MEGATRON = "actor_rollout_ref.actor.megatron"
@@ -37,6 +37,7 @@ LAYOUTS = {
     "cp2": (2, [f"{CP}=2"]),
     "vpp2_pp2": (2, [f"{PP}=2", f"{VPP}=2"]),
     "tp2_dp2": (4, [f"{TP}=2"]),
+    "tp2_etp2": (2, [f"{TP}=2"]),
     "one": (1, []),
     "recompute": (1, [f"{MEGATRON}.recompute_granularity=full"]),
     "ep2": (2, [f"{EP}=2"]),
@@ -48,22 +49,26 @@ FULL = [
     ("qwen3_moe", "ep2"),
     ("qwen3", "tp2_dp2"),
     ("qwen3_moe", "tp2_ep2"),
-    ("qwen3_moe", "tp2"),
+    ("qwen3_moe", "tp2_etp2"),
     ("qwen2", "tp2"),
     ("llama", "pp2"),
     ("mistral", "cp2"),
     ("mixtral", "ep2"),
-    ("deepseek_v3", "tp2"),
+    ("deepseek_v3", "tp2_etp2"),
     ("deepseek_v3", "ep2"),
     ("glm4_moe", "ep2"),
-    ("glm4_moe_lite", "tp2"),
+    ("glm4_moe_lite", "tp2_etp2"),
     ("qwen3_5_text", "cp2"),
     ("qwen3_5_moe_text", "ep2"),
-    ("qwen3_next", "tp2"),
+    ("qwen3_next", "tp2_etp2"),
     ("gpt_oss", "ep2"),
-    ("gpt_oss", "tp2"),
+    ("gpt_oss", "tp2_etp2"),
 ]
 assert {family for family, _ in CORE + FULL} == set(FAMILIES)
+# As tests/dist/layouts.py names them.
+assert not [case for case in CORE + FULL if case[0] in WITH_EXPERTS and case[1] in ("tp2", "tp2_dp2")], (
+    "a run splits experts as it splits the rest: tp2_etp2"
+)
 # What was trained is what samples.
 SHOWS = pytest.mark.shows("train step", "log-probs", "sync")
 SERVED = pytest.mark.shows("serve", layout="embedded")
@@ -163,7 +168,7 @@ def test_the_numbers_of_one_process_of_all_families(run: Callable[..., Record], 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "before", "after"),
-    [("qwen3", "tp2", "pp2"), ("qwen3", "dp2", "one"), ("qwen3_moe", "ep2", "tp2"), ("qwen3", "tp2_dp2", "tp2")],
+    [("qwen3", "tp2", "pp2"), ("qwen3", "dp2", "one"), ("qwen3_moe", "ep2", "tp2_etp2"), ("qwen3", "tp2_dp2", "tp2")],
 )
 def test_a_run_goes_on_on_another_layout(
     inputs: Inputs, kept: Kept, tmp_path: Path, family: str, before: str, after: str

@@ -159,7 +159,7 @@ def replicas_of(servers: dict[str, Future[RolloutServer]]) -> list[Replica]:
     return [Replica(server.url, kind, 1, server.key) for kind, server in started.items()]
 
 
-@pytest.mark.shows("train step", "sync", family="qwen3", layout="trainer")
+@pytest.mark.shows("sync", family="qwen3", layout="trainer")
 @pytest.mark.shows("serve", family="qwen3", layout="sglang")
 @pytest.mark.shows("serve", family="qwen3", layout="embedded")
 @pytest.mark.parametrize("transport", ["shared", "broadcast", "disk"])
