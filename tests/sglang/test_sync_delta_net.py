@@ -21,6 +21,7 @@ TWO_CORES = pytest.mark.skipif(
 CASES = [(family, tp_size) for family in WITH_DELTA_NETS for tp_size in (1, 2)]
 
 
+@pytest.mark.shows("sync", "serve", server="sglang")
 @pytest.mark.parametrize(("family", "tp_size"), [
     pytest.param(*case, marks=[TWO_CORES, *([] if case == ("qwen3_5_moe_text", 1) else [pytest.mark.full])])
     for case in CASES
