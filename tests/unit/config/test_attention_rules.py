@@ -232,3 +232,33 @@ def test_context_parallel_sizes_that_the_heads_do_not_allow(
     (violation,) = model_violations(model, world, **megatron)
     for text in texts:
         assert text in violation, violation
+
+
+# --- gated delta nets ---
+
+# Heads of attention alone would allow more.
+DELTA = ModelSizes(num_attention_heads=16, num_kv_heads=16, num_layers=4, ffn_hidden_size=256, linear_num_key_heads=4)
+
+
+@pytest.mark.parametrize(
+    ("values", "messages"),
+    [
+        ({"tensor_model_parallel_size": 2, "context_parallel_size": 2}, []),
+        (
+            {"tensor_model_parallel_size": 8},
+            [f"{ACTOR}.tensor_model_parallel_size = 8: must divide the model's 4 key heads of the gated delta nets"],
+        ),
+        (
+            {"tensor_model_parallel_size": 2, "context_parallel_size": 4},
+            [f"{ACTOR}.context_parallel_size = 4: must divide the 2 key heads of the gated delta nets"],
+        ),
+        (
+            {"context_parallel_size": 2, "cp_comm_type": "p2p"},
+            [f"{ACTOR}.cp_comm_type = p2p: is of attention alone, and this model has gated delta nets"],
+        ),
+    ],
+)
+def test_ranks_share_out_the_key_heads_of_gated_delta_nets(values: dict[str, Any], messages: list[str]) -> None:
+    found = layout_violations(DELTA, megatron=MegatronConfig(**values), world_size=8)
+    assert len(found) == len(messages)
+    assert all(line.startswith(message) for line, message in zip(found, messages, strict=True))

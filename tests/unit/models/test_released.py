@@ -14,10 +14,12 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from scalerl.config.schema import RolloutConfig
 from scalerl.merge import main, merge
 from scalerl.merge.split import split, split_sizes
 from scalerl.models import HFWeights, ModelShape, family_of
 from scalerl.rollout.servers.embedded.file_tensors import file_tensors
+from scalerl.rollout.servers.engines import ENGINES
 from tests.tiny_models import make_tiny_model, store_as_released
 
 TEXT = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
@@ -111,6 +113,22 @@ def test_transformers_language_model_has_the_same_numbers(both: tuple[Path, Path
     with HFWeights(both[1]) as weights:
         assert held.keys() == family_of(shape).hf_shapes(shape).keys()
         assert [name for name in held if not torch.equal(held[name], weights.read(name)[:])] == []
+
+
+def test_what_sglang_cannot_serve_while_it_is_trained_is_refused(both: tuple[Path, Path]) -> None:
+    text, released = map(ModelShape.from_hf, both)
+
+    def refusals(shape: ModelShape, device: str, every: int) -> list[str]:
+        check = ENGINES["sglang"].trained_model_violations
+        return list(check(RolloutConfig(), shape, section="rollout", device=device, verify_weights_every=every))
+
+    assert refusals(text, "cpu", 1) == refusals(text, "cuda", 1) == refusals(released, "cuda", 0) == []
+    (of_tower,) = refusals(released, "cpu", 0)
+    assert "vision tower" in of_tower and f"(model_type {text.model_type})" in of_tower
+    (of_checksums,) = refusals(released, "cuda", 1)
+    assert of_checksums.startswith("rollout.verify_weights_every = 1: the checksums of an SGLang server are not known")
+    (of_layers,) = refusals(replace(text, linear_layers=(False, True)), "cpu", 0)
+    assert "attends in others too (layer_types)" in of_layers
 
 
 def test_it_cannot_become_a_critic(both: tuple[Path, Path]) -> None:
