@@ -58,11 +58,6 @@ SGLANG_ON_GPU = {
     # The check ends an idle server that believes to have lost a cache page, which happens after interrupted samples.
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0",
 }
-# Set in servers that give their device's memory to the trainer.
-SGLANG_RELEASING = {
-    # CUDA graphs hold 1 to 3 GB, and are released with the weights.
-    "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
-}
 # Variables that a server must not inherit, or it would join the process group of the rank that starts it.
 RENDEZVOUS = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT",
@@ -77,11 +72,13 @@ def worker_environment(device: str, given: Mapping[str, str]) -> dict[str, str]:
     return WORKERS | {name: value for name, value in WORKERS_ON_GPU.items() if name not in given}
 
 
-def sglang_environment(device: str, *, releases_memory: bool) -> dict[str, str]:
-    """Variables to set in an SGLang server, whatever its model."""
-    if device == "cpu":
-        return dict(SGLANG)
-    return SGLANG | SGLANG_ON_GPU | (SGLANG_RELEASING if releases_memory else {})
+def sglang_environment(device: str) -> dict[str, str]:
+    """Variables to set in an SGLang server, whatever its model.
+
+    A server that releases its memory keeps its CUDA graphs, 1 to 3 GB: with SGLANG_MEMORY_SAVER_CUDA_GRAPH, which would
+    release them too, SGLang 0.5.21 ended at its start on an H100, in the graphs of prefill and of decode.
+    """
+    return dict(SGLANG) if device == "cpu" else SGLANG | SGLANG_ON_GPU
 
 
 def inherited_by_servers(given: Mapping[str, str]) -> dict[str, str]:

@@ -290,6 +290,8 @@ IN_SMALL: dict[str, tuple[str, dict[str, int]]] = {
     "glm-4.6-grpo-256": ("glm4_moe", MIXTURE_LAYOUTS["ep2_pp2"]),
     "qwen3.5-35b-a3b-grpo-32": ("qwen3_5_moe_text", dict(world_size=4, tp_size=2, ep_size=2)),
     "qwen3.5-397b-a17b-grpo-256": ("qwen3_5_moe_text", MIXTURE_LAYOUTS["ep2_pp2"]),
+    "gpt-oss-20b-grpo-16": ("gpt_oss", dict(world_size=2, ep_size=2)),
+    "gpt-oss-120b-grpo-64": ("gpt_oss", MIXTURE_LAYOUTS["ep2_pp2"]),
 }
 
 

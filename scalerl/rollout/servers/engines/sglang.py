@@ -99,7 +99,7 @@ class SGLangEngine(Engine):
         }
         if launch.openai_name is not None:
             arguments |= {"stream_interval": 1, "sampling_defaults": "model", "served_model_name": launch.openai_name}
-        env = sglang_environment(launch.device, releases_memory=launch.releases_memory)
+        env = sglang_environment(launch.device)
         changes = _needed_changes(launch.model_path)
         if on_cpu:
             cpu_arguments, cpu_env, cpu_changes = _on_cpu(launch)
