@@ -1,6 +1,6 @@
 """Releasing a server's memory gives it to the device, resuming takes it back, and the server generates as before.
 
-NOT RUN YET on a GPU: written from the sources of sglang 0.5.21 and torch_memory_saver on a machine without one.
+Ran on one H100 (docs/gpu.md).
 
     python -m pytest tests/gpu/test_device_handover.py -q
 """

@@ -2,7 +2,7 @@
 
     python -m pytest tests/gpu/test_weight_sync.py -q
 
-NOT RUN YET on a GPU: written from the sources of sglang 0.5.21 on a machine without one. Experts shared over ranks need
+Ran on one H100 (docs/gpu.md). Experts shared over ranks need
 two GPUs. That buckets are asked for outside of expandable segments, tests/unit/rollout/servers/test_checksums.py shows
 on a CPU.
 """
