@@ -66,8 +66,8 @@ def merge(
 
     The data that is read is compared with the digests that were saved.
     num_workers: threads; None: as many as cores, at most 8.
-    hf_model_path: the model that the run began from. What it has beside the trained tensors (vision tower, layers that
-    predict further tokens) is copied as it is; None: left out, which a model with a vision tower refuses.
+    hf_model_path: the model that the run began from. Its untrained tensors (vision tower, layers that predict further
+    tokens) are copied as they are; None: left out, which a model with a vision tower refuses.
     local_dir: `global_step_N/actor` or `global_step_N`. dtype: float32 | bfloat16 | float16; None keeps what is stored.
     Raises ValueError: not a finished checkpoint; missing, unexpected or wrongly shaped tensors (all in one error);
     a target that is not empty (unless overwrite, which replaces a Hugging Face model directory only).
@@ -80,15 +80,15 @@ def merge(
     family = family_of(shape)
     if family.text_config and hf_model_path is None:
         raise ValueError(
-            f"{hf_dir} is of a {family.model_type} model, whose files hold {' and '.join(family.beside)}*, which a run "
-            "does not train; give --hf_model_path, the model that the run began from, to copy them"
+            f"{hf_dir} is of a {family.model_type} model, whose files hold {' and '.join(family.untrained)}*, which a "
+            "run does not train; give --hf_model_path, the model that the run began from, to copy them"
         )
     checkpoint = DistCheckpoint(actor_dir / "dist_ckpt")
     keys = _check_complete(checkpoint, family, shape)
     out_dtype = _out_dtype(checkpoint, [keys[p.name] for p in family.params(shape) if not p.keeps_float32], dtype)
 
     with while_there(actor_dir), closing(checkpoint), whole_directory(target) as directory:
-        with _beside(hf_model_path, family) as others:
+        with _untrained(hf_model_path, family) as others:
             specs = _write_tensors(directory, checkpoint, keys, shape, out_dtype, others, max_shard_bytes, num_workers)
         copy_beside(hf_dir, directory, out_dtype)
         with HFWeights(directory) as written:
@@ -189,13 +189,19 @@ def _out_dtype(checkpoint: DistCheckpoint, keys: Sequence[str], wanted: str | No
 
 
 @contextmanager
-def _beside(model_dir: str | Path | None, family: Family) -> Iterator[dict[str, LazyTensor]]:
-    """The tensors of other parts in a model's files, by name; none without a directory."""
+def _untrained(model_dir: str | Path | None, family: Family) -> Iterator[dict[str, LazyTensor]]:
+    """The tensors of a model's files that no run trains, by name; none without a directory."""
     if model_dir is None:
         yield {}
         return
     with HFWeights(model_dir) as weights:
-        yield {name: weights.unread(name) for name in weights.names() if name.startswith(family.beside)}
+        found = {name: weights.unread(name) for name in weights.names() if name.startswith(family.untrained)}
+        if family.text_config and not found:
+            raise ValueError(
+                f"{model_dir} has no tensor {' or '.join(family.untrained)}*, which the files of a {family.model_type} "
+                "model hold; give --hf_model_path the model that the run began from"
+            )
+        yield found
 
 
 def _write_tensors(

@@ -64,7 +64,7 @@ FAMILY = decoder_family(
     refused=("attention_bias",),
     attention=ATTENTION,
     delta_net=True,
-    beside=("mtp.",),
+    untrained=("mtp.",),
 )
 # The released files: with a vision tower.
 RELEASED = released(FAMILY, "qwen3_5")

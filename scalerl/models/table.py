@@ -494,8 +494,8 @@ class Family:
     mixture: how config.json describes the experts (None: dense).
     latent: multi-head latent attention.
     prefix: how the names of the tensors in the files begin, but the head's.
-    text_config: config.json has the language model's keys in this key, and those of other parts beside it.
-    beside: beginnings of the names of tensors of other parts, which are neither trained nor sent.
+    text_config: the key of config.json that holds the language model's keys; those of other parts are outside of it.
+    untrained: beginnings of the names of tensors of other parts, which are neither trained nor sent.
     stacks_experts: the files have the experts of a layer in two tensors (`stacked_place`).
     delta_net: some layers have a gated delta net in the place of attention (key layer_types, or
     full_attention_interval); attention has an output gate, and norms multiply with 1 + weight.
@@ -520,7 +520,7 @@ class Family:
     delta_net: bool = False
     prefix: str = HF_MODEL
     text_config: str = ""
-    beside: tuple[str, ...] = ()
+    untrained: tuple[str, ...] = ()
     stacks_experts: bool = False
     sliding_layers: bool = False
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -734,7 +734,7 @@ def released(text: Family, model_type: str, *, stacks_experts: bool = False) -> 
         last=named(text.last),
         prefix=prefix,
         text_config="text_config",
-        beside=("model.visual.", *text.beside),
+        untrained=("model.visual.", *text.untrained),
         stacks_experts=stacks_experts,
     )
 
@@ -765,7 +765,7 @@ def decoder_family(
     mixture_rules: Iterable[ParamPattern] = (),
     attention: Iterable[ParamPattern] | None = None,
     delta_net: bool = False,
-    beside: Sequence[str] = (),
+    untrained: Sequence[str] = (),
     sliding_layers: bool = False,
     facts: Mapping[str, Any] | None = None,
 ) -> Family:
@@ -793,7 +793,7 @@ def decoder_family(
         mixture=mixture,
         latent=latent,
         delta_net=delta_net,
-        beside=tuple(beside),
+        untrained=tuple(untrained),
         sliding_layers=sliding_layers,
         facts=facts or {},
     )

@@ -190,7 +190,7 @@ class HFWeights:
         expected = family.stored_shapes(shape)
         tied_head = set(family.head.hf) if shape.tie_word_embeddings else set()
         unused = tuple(f"model.layers.{shape.num_layers + n}." for n in range(shape.num_prediction_layers))
-        unused += family.beside
+        unused += family.untrained
         extra = [
             n
             for n in self.names()

@@ -223,7 +223,7 @@ def _main_ranges(part: DistributedOptimizer) -> dict[torch.Tensor, torch.Tensor]
     """The main parameter of each parameter of which this rank has a range.
 
     megatron's map counts the parameters of a group in their order, and its optimizer has those in float32 first
-    (megatron-core 0.16.1): a model in bfloat16 with some in float32 gets wrong ones by the map.
+    (megatron-core 0.19.2): a model in bfloat16 with some in float32 gets wrong ones by the map.
     """
     mains: dict[torch.Tensor, torch.Tensor] = {}
     for number, group in enumerate(part.optimizer.param_groups):

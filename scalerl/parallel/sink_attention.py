@@ -17,7 +17,6 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from scalerl.parallel.attention import PackedAttention
-from scalerl.parallel.layout import mark
 
 if TYPE_CHECKING:
     from scalerl.models import ModelShape
@@ -47,7 +46,6 @@ class SinkAttention(PackedAttention):
         num_heads = config.num_attention_heads // config.tensor_model_parallel_size
         sinks = torch.empty(num_heads, dtype=config.params_dtype, device=torch.cuda.current_device())
         self.sinks = torch.nn.Parameter(sinks)
-        mark(self.sinks, tensor_model_parallel=True, partition_dim=0, partition_stride=1)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
         sinks = self.sinks

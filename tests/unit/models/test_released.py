@@ -87,6 +87,10 @@ def test_a_merge_without_the_tower_is_refused(
     arguments = ["merge", "--backend", "megatron", "--local_dir", str(tmp_path / "run" / "actor")]
     assert main([*arguments, "--target_dir", str(tmp_path / "merged")]) == 2
     assert "model.visual. and mtp.*" in (error := capsys.readouterr().err) and "--hf_model_path" in error
+    # The language model alone.
+    assert main([*arguments, "--target_dir", str(tmp_path / "merged"), "--hf_model_path", str(both[0])]) == 2
+    assert f"{both[0]} has no tensor model.visual. or mtp.*" in capsys.readouterr().err
+    assert not (tmp_path / "merged").exists()
     assert main([*arguments, "--target_dir", str(tmp_path / "merged"), "--hf_model_path", str(both[1])]) == 0
 
 
