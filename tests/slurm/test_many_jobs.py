@@ -26,15 +26,14 @@ SEEDS = (3, 1234)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("num_nodes", [1, 2])
 def test_a_job_of_a_chain_waits_until_the_one_before_it_is_over(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path
 ) -> None:
     """A job that is requeued is not over."""
     named = "--job-name=chain"
-    first = submit(num_nodes, *WAIT_ONCE, options=(named,))
-    second = submit(num_nodes, "true", options=(named, "--dependency=singleton"))
-    third = submit(num_nodes, "true", options=(f"--dependency=afterany:{first}:{second}",))
+    first = submit(1, *WAIT_ONCE, options=(named,))
+    second = submit(1, "true", options=(named, "--dependency=singleton"))
+    third = submit(1, "true", options=(f"--dependency=afterany:{first}:{second}",))
     out = tmp_path / f"out-{first}.txt"
     wait_for_driver(slurm, first, out)
     assert {slurm.job(job_id)["Reason"] for job_id in (second, third)} == {"Dependency"}
@@ -49,12 +48,11 @@ def test_a_job_of_a_chain_waits_until_the_one_before_it_is_over(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("num_nodes", [1, 2])
 def test_tasks_of_an_array_come_back_each_on_its_own(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path
 ) -> None:
     """Slurm gives one of them the number of the whole array."""
-    array = submit(num_nodes, *WAIT_ONCE, options=("--array=0-1", "--output=out-%A_%a.txt"))
+    array = submit(1, *WAIT_ONCE, options=("--array=0-1", "--output=out-%A_%a.txt"))
     tasks = [f"{array}_{place}" for place in (0, 1)]
     for done, task in enumerate(tasks, 1):
         out = tmp_path / f"out-{task}.txt"

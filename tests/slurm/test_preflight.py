@@ -80,7 +80,7 @@ def test_a_sick_node_is_left_out_for_a_spare_one(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("num_nodes", "host"), [(2, "n2"), (2, "n1"), (1, "n1")])
+@pytest.mark.parametrize(("num_nodes", "host"), [(2, "n2"), (2, "n1")])
 def test_without_a_spare_one_the_job_comes_back_on_other_nodes(
     slurm: MiniSlurm,
     submit: Callable[..., str],
@@ -111,7 +111,7 @@ def test_without_a_spare_one_the_job_comes_back_on_other_nodes(
 
 @pytest.mark.full
 @pytest.mark.usefixtures("submit")
-@pytest.mark.parametrize(("num_nodes", "lost"), [(1, "secrets"), (1, "launcher"), (2, "launcher")])
+@pytest.mark.parametrize(("num_nodes", "lost"), [(1, "secrets"), (2, "launcher")])
 def test_a_node_that_has_lost_what_the_first_attempt_had_is_left_out(
     slurm: MiniSlurm, tmp_path: Path, num_nodes: int, lost: str
 ) -> None:

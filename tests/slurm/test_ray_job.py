@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.lanes import full
 from tests.slow_agents import make_agents_slow, number_of_slow_agents
 from tests.slurm.jobs import (
     DRIVER,
@@ -78,9 +77,8 @@ def test_four_nodes_with_their_devices(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("num_nodes", [1, 2])
 def test_exit_code_passes_and_paths_may_have_spaces(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_nodes: int
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "my runs"
     folder.mkdir()
@@ -92,43 +90,39 @@ def test_exit_code_passes_and_paths_may_have_spaces(
     launcher = folder / "repo/launchers/slurm/ray.sbatch"
     # --gres is the other way to ask for devices; one argument has a space.
     job_id = slurm.sbatch(
-        f"-N{num_nodes}", "--output=out.txt", "--gres=gpu:3", str(launcher), "bash", "-c",
+        "-N2", "--output=out.txt", "--gres=gpu:3", str(launcher), "bash", "-c",
         'echo "ARGS $# [$1] [$OF_NOBODY_ELSE]"; exec python "$2" report "$3" 3 5', "-", "two words", DRIVER,
-        str(num_nodes), cwd=folder,
+        "2", cwd=folder,
     )  # fmt: skip
     job = slurm.wait(job_id)
     out = (folder / "out.txt").read_text()
     assert (job["JobState"], job["ExitCode"]) == ("FAILED", "5:0"), out
     assert "ARGS 3 [two words] [a b=$c]" in out
-    assert out.count('"devices": ["0", "1", "2"]') == num_nodes
+    assert out.count('"devices": ["0", "1", "2"]') == 2
     # The file's variables reach all nodes.
-    assert out.count('"gdr_level": "SYS"') == num_nodes
+    assert out.count('"gdr_level": "SYS"') == 2
     attempt = folder / f"logs/{job_id}/latest"
-    assert all((attempt / f"node-{host}.log").exists() for host in hosts_text(num_nodes).split())
+    assert all((attempt / f"node-{host}.log").exists() for host in hosts_text(2).split())
     assert list((attempt / "ray/n1").glob("gcs_server*")), "a failed attempt keeps Ray's own logs"
     assert_nothing_left(slurm)
 
 
 # On two nodes, with a real run: tests/slurm/test_two_node_run.py.
 @pytest.mark.full
-@pytest.mark.parametrize("num_nodes", [3, 1])
-def test_usr1_reaches_the_command_and_requeues(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int
-) -> None:
-    job_id = submit(num_nodes, *WAIT_ONCE)
+def test_usr1_reaches_the_command_and_requeues(slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path) -> None:
+    job_id = submit(3, *WAIT_ONCE)
     out = tmp_path / f"out-{job_id}.txt"
     wait_for_driver(slurm, job_id, out)
     slurm.run("scancel", "--signal=USR1", "--batch", job_id)
     assert_came_back(slurm, job_id, out, because="75")
-    assert f"SAVED SIGUSR1 {hosts_text(num_nodes)}\n" in out.read_text()
+    assert f"SAVED SIGUSR1 {hosts_text(3)}\n" in out.read_text()
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("num_nodes", [1, 2])
 def test_a_repeated_notice_may_end_a_command_that_is_ending(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path
 ) -> None:
-    job_id = submit(num_nodes, *WAIT_ONCE[:2], f"{WAIT_ONCE[2]} slowly")
+    job_id = submit(2, *WAIT_ONCE[:2], f"{WAIT_ONCE[2]} slowly")
     out = tmp_path / f"out-{job_id}.txt"
     wait_for_driver(slurm, job_id, out)
     slurm.run("scancel", "--signal=USR1", "--batch", job_id)
@@ -137,7 +131,7 @@ def test_a_repeated_notice_may_end_a_command_that_is_ending(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("num_nodes", "wanted"), [(2, "10.98."), (2, "ib0"), (1, "ib0")])
+@pytest.mark.parametrize(("num_nodes", "wanted"), [(2, "10.98."), (1, "ib0")])
 def test_the_network_is_chosen_by_its_addresses_or_its_name(
     slurm: MiniSlurm,
     submit: Callable[..., str],
@@ -165,12 +159,11 @@ def test_the_network_is_chosen_by_its_addresses_or_its_name(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("num_nodes", [1, 2])
 def test_a_network_that_is_not_there_is_named_with_those_that_are(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_nodes: int
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SCALERL_INTERFACE", "ib9")
-    job_id = submit(num_nodes, "true")
+    job_id = submit(2, "true")
     job = slurm.wait(job_id)
     out = (tmp_path / f"out-{job_id}.txt").read_text()
     assert (job["JobState"], job["ExitCode"]) == ("FAILED", "70:0"), out
@@ -195,21 +188,18 @@ def test_a_node_without_the_network_is_left_out(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("num_nodes", [3, 1])
-def test_preemption_leaves_ray_whole_and_requeues(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int
-) -> None:
+def test_preemption_leaves_ray_whole_and_requeues(slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path) -> None:
     """Slurm sends TERM to the command and to Ray on every node at once."""
-    job_id = submit(num_nodes, *WAIT_ONCE, options=("--partition=low",))
+    job_id = submit(3, *WAIT_ONCE, options=("--partition=low",))
     out = tmp_path / f"out-{job_id}.txt"
     wait_for_driver(slurm, job_id, out)
     slurm.sbatch("-N4", "--exclusive", "--partition=main", "--output=/dev/null", "--wrap=true", cwd=tmp_path)
     assert_came_back(slurm, job_id, out, because="75")
-    assert f"SAVED SIGTERM {hosts_text(num_nodes)}\n" in out.read_text()
+    assert f"SAVED SIGTERM {hosts_text(3)}\n" in out.read_text()
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("num_nodes", [2, 3, 1])
+@pytest.mark.parametrize("num_nodes", [3, 1])
 def test_scancel_lets_the_command_save_and_ends_the_job_for_good(
     slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int
 ) -> None:
@@ -287,7 +277,7 @@ def test_a_job_is_preempted_loses_a_node_and_is_cancelled(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("num_nodes", "host"), [(2, "n2"), (3, "n3"), (1, "n1")])
+@pytest.mark.parametrize(("num_nodes", "host"), [(3, "n3"), (1, "n1")])
 def test_a_killed_raylet_is_named_and_requeues(
     slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int, host: str
 ) -> None:
@@ -363,11 +353,8 @@ def test_a_lost_node_requeues(slurm: MiniSlurm, submit: Callable[..., str], tmp_
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("num_nodes", [2, 1])
-def test_a_killed_command_is_not_run_again(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int
-) -> None:
-    job_id = submit(num_nodes, "python", DRIVER, "wait")
+def test_a_killed_command_is_not_run_again(slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path) -> None:
+    job_id = submit(1, "python", DRIVER, "wait")
     out = tmp_path / f"out-{job_id}.txt"
     wait_for_driver(slurm, job_id, out)
     driver = next(pid for pid, args in slurm.processes("n1") if args == f"python {DRIVER} wait")
@@ -379,13 +366,8 @@ def test_a_killed_command_is_not_run_again(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("num_nodes", [2, 1])
 def test_restarts_have_an_end(
-    slurm: MiniSlurm,
-    submit: Callable[..., str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    num_nodes: int,
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of attempts that fail soon, and of all; a mistake of the user's is not tried again at all."""
     monkeypatch.setenv("SCALERL_MAX_FAILURES", "2")
@@ -396,7 +378,7 @@ def test_restarts_have_an_end(
         "75": "restarts without a newer checkpoint: 1 of at most 1 (SCALERL_MAX_RESTARTS)",
         "2": "code 2 is the command's own",
     }
-    jobs = {code: submit(num_nodes, "bash", "-c", f"exit {code}") for code in ends}
+    jobs = {code: submit(1, "bash", "-c", f"exit {code}") for code in ends}
     for code, reason in ends.items():
         job, out = slurm.wait(jobs[code]), (tmp_path / f"out-{jobs[code]}.txt").read_text()
         assert (job["ExitCode"], job["Restarts"]) == (f"{code}:0", "0" if code == "2" else "1"), out
@@ -421,27 +403,25 @@ def test_readiness_names_missing_hosts_and_devices(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("num_nodes", [2, 1])
 def test_rays_agents_may_be_slow(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_nodes: int
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_agents_slow(tmp_path / "slow")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "slow"), prepend=os.pathsep)
-    job_id = submit(num_nodes, "python", DRIVER, "report", str(num_nodes), "0", "0")
+    job_id = submit(2, "python", DRIVER, "report", "2", "0", "0")
     job = slurm.wait(job_id)
     out = (tmp_path / f"out-{job_id}.txt").read_text()
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "0"), out
-    assert number_of_slow_agents(tmp_path / "slow") == 2 * num_nodes
+    assert number_of_slow_agents(tmp_path / "slow") == 4
     assert_nothing_left(slurm)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("num_nodes", [1, 2])
 def test_node_that_cannot_start_ends_the_job_with_its_log(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_nodes: int
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SCALERL_RAY_ARGS", "--no-such-option")
-    job_id = submit(num_nodes, "true")
+    job_id = submit(2, "true")
     job = slurm.wait(job_id)
     out = (tmp_path / f"out-{job_id}.txt").read_text()
     assert job["ExitCode"] == "70:0", out
@@ -450,9 +430,8 @@ def test_node_that_cannot_start_ends_the_job_with_its_log(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("num_nodes", [2, 1])
 def test_every_step_is_in_the_container(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_nodes: int
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An apptainer that says with what it was called, and runs it outside of any container."""
     stand_in = tmp_path / "bin/apptainer"
@@ -465,29 +444,28 @@ def test_every_step_is_in_the_container(
     monkeypatch.setenv("SCALERL_CONTAINER", "apptainer")
     monkeypatch.setenv("SCALERL_IMAGE", "/images/a.sif")
     monkeypatch.setenv("SCALERL_MOUNTS", "/data,/fast:/cache")
-    job_id = submit(num_nodes, "python", DRIVER, "report", str(num_nodes), "0", "0")
+    job_id = submit(2, "python", DRIVER, "report", "2", "0", "0")
     job = slurm.wait(job_id)
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), (tmp_path / f"out-{job_id}.txt").read_text()
     start = f"exec --nv --bind /data,/fast:/cache --pwd {tmp_path} /images/a.sif bash "
     modes = {}
-    for host in hosts_text(num_nodes).split():
+    for host in hosts_text(2).split():
         calls = (tmp_path / f"calls.{host}").read_text().splitlines()
         assert all(call.startswith(start) for call in calls)
         modes[host] = sorted(call.split("ray_node.sh ")[1].split()[0] for call in calls)
-    assert modes == steps_by_host(num_nodes)
+    assert modes == steps_by_host(2)
     assert_nothing_left(slurm)
 
 
-@pytest.mark.parametrize("num_nodes", [1, full(2)])
 def test_usage_errors_hold_no_ray(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_nodes: int
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    no_command = submit(num_nodes)
-    of_two_kinds = submit(num_nodes, "true", options=(":", f"-N{num_nodes}"))
+    no_command = submit(1)
+    of_two_kinds = submit(1, "true", options=(":", "-N1"))
     monkeypatch.setenv("SCALERL_VENV", str(tmp_path / "nothing here"))
-    no_venv = submit(num_nodes, "true")
+    no_venv = submit(1, "true")
     monkeypatch.setenv("SCALERL_CONTAINER", "pyxis")
-    no_pyxis = submit(num_nodes, "true")
+    no_pyxis = submit(1, "true")
     for job_id, message in (
         (no_command, "no command given"),
         (of_two_kinds, "heterogeneous jobs are not supported: ask for one kind of node"),

@@ -47,22 +47,16 @@ def pyxis(slurm: MiniSlurm, tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("num_nodes", [2, 1])
 def test_every_step_is_in_the_container_of_pyxis_and_only_when_asked_for(
-    slurm: MiniSlurm,
-    submit: Callable[..., str],
-    pyxis: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    num_nodes: int,
+    slurm: MiniSlurm, submit: Callable[..., str], pyxis: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outside = submit(num_nodes, "true")
+    outside = submit(2, "true")
     assert slurm.wait(outside)["ExitCode"] == "0:0", (tmp_path / f"out-{outside}.txt").read_text()
     assert pyxis.read_text() == ""
     monkeypatch.setenv("SCALERL_CONTAINER", "pyxis")
     monkeypatch.setenv("SCALERL_IMAGE", "registry/team#scalerl:1")
     monkeypatch.setenv("SCALERL_MOUNTS", "/data,/fast:/cache")
-    job_id = submit(num_nodes, "python", DRIVER, "report", str(num_nodes), "0", "0")
+    job_id = submit(2, "python", DRIVER, "report", "2", "0", "0")
     job = slurm.wait(job_id)
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), (tmp_path / f"out-{job_id}.txt").read_text()
     steps: dict[str, list[str]] = {}
@@ -70,7 +64,7 @@ def test_every_step_is_in_the_container_of_pyxis_and_only_when_asked_for(
         host, *options, command = line.split("\t")
         assert options == ["registry/team#scalerl:1", "/data:/data,/fast:/cache", str(tmp_path), f"scalerl_{job_id}"]
         steps.setdefault(host, []).append(command.split("ray_node.sh ")[1].split()[0])
-    assert {host: sorted(modes) for host, modes in steps.items()} == steps_by_host(num_nodes)
+    assert {host: sorted(modes) for host, modes in steps.items()} == steps_by_host(2)
     assert_nothing_left(slurm)
 
 
