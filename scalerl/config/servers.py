@@ -25,6 +25,7 @@ class EngineTraits:
     repeats_draws: a sample's tokens follow from its seed and the weights, so that a resumed run has the same ones.
     answers_openai: its server has OpenAI's API too, so that `scalerl serve` can run it; the first such engine is taken.
     returns_experts: its servers say which experts their routers chose (algorithm.routing_replay).
+    computes_in_fp8: it has kernels for weights of 8 bits (rollout.quantization).
     """
 
     spans_nodes: bool = False
@@ -32,11 +33,14 @@ class EngineTraits:
     repeats_draws: bool = False
     answers_openai: bool = False
     returns_experts: bool = False
+    computes_in_fp8: bool = False
 
 
 # The value of rollout.name, which is also the module of `rollout.servers.engines` with its `ENGINE` -> traits.
 ROLLOUT_ENGINES = {
-    "sglang": EngineTraits(spans_nodes=True, compiles_kernels=True, answers_openai=True, returns_experts=True),
+    "sglang": EngineTraits(
+        spans_nodes=True, compiles_kernels=True, answers_openai=True, returns_experts=True, computes_in_fp8=True
+    ),
     "embedded": EngineTraits(repeats_draws=True),
 }
 
@@ -44,6 +48,11 @@ ROLLOUT_ENGINES = {
 def traits_of(name: str) -> EngineTraits:
     """The traits of an engine; none for an unknown name, which the domain of its key reports."""
     return ROLLOUT_ENGINES.get(name, EngineTraits())
+
+
+def quantization_of(config: ServerConfig) -> str | None:
+    """rollout.quantization, of the policy's servers; None of others, whose weights are those of the files."""
+    return getattr(config, "quantization", None)
 
 
 def engines_with(has: Callable[[EngineTraits], bool]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 
+from scalerl.models.block_scales import FP8_BLOCK, is_quantized
 from scalerl.models.registry import family_of
 from scalerl.models.shape import ModelShape
 from scalerl.models.table import Param
@@ -27,12 +28,24 @@ def num_parameters(shape: ModelShape) -> int:
     return sum(count * _numbers(param, shape) for param, count in counted_params(shape))
 
 
-def model_bytes(shape: ModelShape, itemsize: int) -> int:
-    """The bytes of the whole model in Hugging Face's tensors: what a weight sync sends."""
+def model_bytes(shape: ModelShape, itemsize: int, *, in_fp8: bool = False) -> int:
+    """The bytes of the whole model in Hugging Face's tensors: what a weight sync sends.  in_fp8: to servers in fp8."""
     return sum(
-        count * (FLOAT if param.keeps_float32 else itemsize) * _numbers(param, shape)
+        int(count * stored_itemsize(param, shape, itemsize, in_fp8=in_fp8) * _numbers(param, shape))
         for param, count in counted_params(shape)
     )
+
+
+def stored_itemsize(param: Param, shape: ModelShape, itemsize: int, *, in_fp8: bool = False) -> float:
+    """The bytes of each number of a parameter.
+
+    itemsize: of the model's dtype.  in_fp8: as servers in fp8 have it, with its share of the scales.
+    """
+    if param.keeps_float32:
+        return FLOAT
+    if in_fp8 and all(is_quantized(name, size) for name, size in param.hf_shapes(shape).items()):
+        return 1 + FLOAT / prod(FP8_BLOCK)
+    return itemsize
 
 
 def largest_tensor(shape: ModelShape) -> int:

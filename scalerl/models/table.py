@@ -59,7 +59,7 @@ Read = Callable[[str], LazyTensor]
 
 
 @dataclass(frozen=True)
-class _InMemory:
+class InMemory:
     """A tensor in memory with the interface of LazyTensor."""
 
     tensor: torch.Tensor
@@ -233,7 +233,7 @@ class Param:
         self, shard: torch.Tensor, out: Mapping[str, torch.Tensor], shape: ModelShape, tp_rank: int, tp_size: int
     ) -> None:
         """Writes this rank's shard into its part of the whole Hugging Face tensors: the inverse of `shard`."""
-        for number, parts in enumerate(self._parts(lambda hf: _InMemory(out[hf]), shape, tp_rank, tp_size)):
+        for number, parts in enumerate(self._parts(lambda hf: InMemory(out[hf]), shape, tp_rank, tp_size)):
             for part, place in zip(parts, self._places(shard, shape)[number], strict=True):
                 part.copy_(place[: len(part)])
 

@@ -1,4 +1,4 @@
-"""The main job with a real SGLang server: nothing is left of it when a signal ends it."""
+"""The main job with real SGLang servers: nothing is left of them when a signal ends it, and servers in fp8."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from scalerl.checkpoint.store import find_latest_ckpt_path, integrity_problem
 from scalerl.errors import EXIT_INTERRUPTED
 from scalerl.trainer.console_texts import command_line
 from tests.e2e.conftest import StartJob
-from tests.e2e.jobs import Inputs, Job, Pause, main_ppo
+from tests.e2e.jobs import Inputs, Job, Pause, Record, main_ppo
+from tests.e2e.kept import Kept
+from tests.tiny_models import make_tiny_model
 
 
 def arguments(inputs: Inputs, run_dir: Path, *more: str) -> list[str]:
@@ -65,3 +67,30 @@ def test_sigkill_of_the_driver_leaves_nothing(generating: Job) -> None:
     generating.kill_driver(signal.SIGKILL)
     assert generating.finish(60) == -signal.SIGKILL
     generating.assert_gone()
+
+
+@pytest.mark.full
+def test_servers_in_fp8_and_a_trainer_that_is_not(kept: Kept, inputs: Inputs, tmp_path: Path) -> None:
+    """Every sync is verified; the mismatch shows, and tokens are weighed without a key that says so."""
+    model = make_tiny_model(tmp_path / "model", "qwen3", hidden_size=256, head_dim=128)
+    steps = {}
+    for quantization in ("null", "fp8"):
+        run_dir = tmp_path / quantization
+        arguments = Inputs(model, inputs.train, inputs.val).overrides(
+            run_dir,
+            "actor_rollout_ref.rollout.name=sglang",
+            f"actor_rollout_ref.rollout.quantization={quantization}",
+            "actor_rollout_ref.rollout.verify_weights_every=1",
+            "data.max_prompt_length=64",
+            "actor_rollout_ref.actor.max_tokens_per_micro_batch=160",
+            "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+            "trainer.n_gpus_per_node=2",
+            "trainer.total_training_steps=2",
+        )
+        finished = kept.train(arguments)
+        assert finished.code == 0, finished.tail()
+        steps[quantization] = Record.read(run_dir).final
+    for step in (1, 2):
+        plain, rounded = steps["null"][step], steps["fp8"][step]
+        assert plain["rollout_corr/k3_kl"] < 1e-6 < 1e-4 < rounded["rollout_corr/k3_kl"]
+        assert "rollout_corr/rollout_is_mean" in rounded and "rollout_corr/rollout_is_mean" not in plain

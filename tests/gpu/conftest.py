@@ -47,7 +47,14 @@ def model_b(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_server(
-    model_path: Path, log_path: Path, port: int, device: str, synced: bool = False, num_gpus: int = 1, **own: Any
+    model_path: Path,
+    log_path: Path,
+    port: int,
+    device: str,
+    synced: bool = False,
+    num_gpus: int = 1,
+    quantization: str | None = None,
+    **own: Any,
 ) -> RolloutServer:
     """own: SGLang's own arguments (`engine_kwargs`)."""
     rollout = RolloutConfig(
@@ -55,6 +62,7 @@ def make_server(
         max_num_seqs=16,
         gpu_memory_utilization=MEMORY_UTILIZATION,
         tensor_model_parallel_size=num_gpus,
+        quantization=quantization,
         engine_kwargs={"sglang": own},
     )
     gpu_ids = list(range(num_gpus)) if device == "cuda" else None

@@ -31,11 +31,11 @@ LOGPROB_BOUND = 0.15
 
 
 def sync_then_move_on(
-    model_path: str, url: str, key: str, dtype: str, changed: str, own: Mapping[str, Any]
+    model_path: str, url: str, key: str, dtype: str, changed: str, own: Mapping[str, Any], quantization: str | None
 ) -> dict[str, Any]:
     """Runs on each rank: syncs an engine's weights, then changes them; the first asks whether the checksums notice.
 
-    The server has as many ranks.  own: its own arguments.
+    The server has as many ranks.  own: its own arguments.  quantization: of its weights.
     """
     from scalerl.config.schema import MegatronConfig
     from scalerl.parallel import platform
@@ -43,6 +43,7 @@ def sync_then_move_on(
     from scalerl.parallel.layout import Layout, initialize
     from scalerl.rollout.servers.checksums import checksum_differences
     from scalerl.rollout.servers.client import Replica
+    from scalerl.rollout.sync.quantized import quantized_tensors
     from scalerl.rollout.sync.weight_sync import WeightSync
     from tests.served_weights import expected_checksums
 
@@ -52,7 +53,7 @@ def sync_then_move_on(
     config = json.loads((Path(model_path) / "config.json").read_text())
     sync = WeightSync(
         engine,
-        [Replica(url, "sglang", num_ranks, key, kwargs)],
+        [Replica(url, "sglang", num_ranks, key, kwargs, quantization)],
         config,
         bucket_bytes=BUCKET_BYTES,
         timeout_s=300,
@@ -62,6 +63,8 @@ def sync_then_move_on(
     with torch.no_grad():
         dict(engine.chunks[0].named_parameters())[changed].view(-1)[0] += 1.0
     stream = [named for bucket in engine.export_buckets(BUCKET_BYTES) for named in bucket]
+    if quantization is not None:
+        stream = list(quantized_tensors(stream))
     segments = torch.cuda.memory_snapshot() if engine.device == "cuda" else []
     report |= {
         "devices": {tensor.device.type for _, tensor in stream},
@@ -102,17 +105,23 @@ def check_sync(
     num_ranks: int = 1,
     own: Mapping[str, Any] | None = None,
     is_expandable: bool = False,
+    quantization: str | None = None,
 ) -> None:
     """changed: a parameter of the trainer's.  named: what the server has it in.  quantile: as `logprob_difference`.
 
     num_ranks: of the trainer and of the server, side by side on as many GPUs.  own: the server's own arguments.
-    is_expandable: whether the trainer has expandable segments.
+    is_expandable: whether the trainer has expandable segments.  quantization: of the server's weights, which has none
+    before the sync.
     """
-    assert logprob_difference(model_a, generate(client), quantile) < LOGPROB_BOUND
+    if quantization is None:
+        assert logprob_difference(model_a, generate(client), quantile) < LOGPROB_BOUND
     assert logprob_difference(model_b, generate(client), quantile) > 3 * LOGPROB_BOUND
 
     report, *_ = run_isolated_ranks(
-        num_ranks, sync_then_move_on, str(model_b), client.url, client.key, dtype, changed, own or {}, device=device
+        num_ranks,
+        sync_then_move_on,
+        *(str(model_b), client.url, client.key, dtype, changed, own or {}, quantization),
+        device=device,
     )
 
     assert report["devices"] == {device} and report["is_expandable"] == is_expandable
@@ -160,6 +169,23 @@ def test_a_server_of_a_mixture_serves_the_trainers_weights(
     client = start_server(models[0], synced=True)
     named = f"layers.1.{named}"
     check_sync(client, *models, device="cuda", dtype="bfloat16", changed=changed, named=named, quantile=0.5)
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "named"),
+    [
+        ("qwen3", "decoder.layers.1.mlp.linear_fc2.weight", "layers.1.mlp.down_proj"),
+        ("qwen3_moe", "decoder.layers.1.mlp.experts.linear_fc2.weight", "layers.1.mlp.experts.w2_weight"),
+    ],
+)
+def test_a_server_in_fp8_serves_what_the_trainer_has_rounded(
+    start_server: Callable[..., RolloutClient], tmp_path: Path, family: str, changed: str, named: str
+) -> None:
+    """With activations that its kernels round, too."""
+    models = [make_gpu_model(tmp_path / str(seed), seed, family, **MIXTURE) for seed in (0, 1)]
+    client = start_server(models[0], synced=True, quantization="fp8")
+    where = {"changed": changed, "named": named, "quantile": 0.5, "quantization": "fp8"}
+    check_sync(client, *models, device="cuda", dtype="bfloat16", **where)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="experts are shared over two GPUs")

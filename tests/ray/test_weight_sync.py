@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -193,10 +193,16 @@ def test_servers_serve_what_was_trained(
         assert greedy(engines[kind]) == expected, kind
 
 
-# 483 rows of the vocabulary are padded on either side; qwen2 has them once, as its first and its last layer.
-WIDE_MODELS = {
-    "qwen2": {"vocab_size": 483, "ffn_size": 80},
-    "qwen3_moe": {"vocab_size": 483, "moe_intermediate_size": 48},
+# 483 rows of the vocabulary are padded on either side; qwen2 has them once, as its first and its last layer. By name:
+# the family, its sizes and the quantization of the server; each rank of that in fp8 has whole blocks.
+WIDE_MODELS: dict[str, tuple[str, dict[str, int], str | None]] = {
+    "qwen2": ("qwen2", {"vocab_size": 483, "ffn_size": 80}, None),
+    "qwen3_moe": ("qwen3_moe", {"vocab_size": 483, "moe_intermediate_size": 48}, None),
+    "qwen3_moe in fp8": (
+        "qwen3_moe",
+        {"vocab_size": 483, "hidden_size": 256, "head_dim": 128, "moe_intermediate_size": 256},
+        "fp8",
+    ),
 }
 # As LAYOUTS.
 WIDE_LAYOUTS = {
@@ -212,6 +218,7 @@ class WideServer:
 
     model: Model
     starting: Future[RolloutServer]
+    quantization: str | None
 
     @property
     def engine(self) -> Engine:
@@ -223,12 +230,15 @@ class WideServer:
 def wide_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WideServer]:
     """request.param: of WIDE_MODELS."""
     path = tmp_path_factory.mktemp("wide")
-    model = Model.load(make_model(path / "model", request.param, seed=0, **WIDE_MODELS[request.param]))
+    family, sizes, quantization = WIDE_MODELS[request.param]
+    model = Model.load(make_model(path / "model", family, seed=0, **sizes))
+    synced = {"synced": True, "quantization": quantization} if quantization else {}
     with ThreadPoolExecutor(1) as threads:
         starting = threads.submit(
-            start_on_free_port, lambda port: make_server("sglang", model.path, path / "server.log", port, tp_size=2)
+            start_on_free_port,
+            lambda port: make_server("sglang", model.path, path / "server.log", port, tp_size=2, **synced),
         )
-        yield WideServer(model, starting)
+        yield WideServer(model, starting, quantization)
         if starting.exception() is None:
             starting.result().stop()
 
@@ -258,7 +268,7 @@ def wide_trainer(
 # Apart from the transports: in one table with them every case would start a server of its own.
 @pytest.mark.parametrize(
     ("wide_server", "wide_trainer"),
-    [("qwen2", "tp2"), ("qwen3_moe", "tp2_ep2_etp1"), ("qwen3_moe", "ep2")],
+    [("qwen2", "tp2"), ("qwen3_moe", "tp2_ep2_etp1"), ("qwen3_moe", "ep2"), ("qwen3_moe in fp8", "tp2_ep2_etp1")],
     indirect=True,
 )
 def test_two_ranks_feed_a_server_on_two(
@@ -267,8 +277,8 @@ def test_two_ranks_feed_a_server_on_two(
     """The checksums are those of every parameter on either rank of the server."""
     engine = wide_server.engine
     directory = {"directory": str(tmp_path / "weights")} if transport == "disk" else {}
-    replicas = [Replica(engine.server.url, "sglang", 2, engine.server.key)]
-    connect(wide_trainer, wide_server.model, replicas, transport=transport, **directory)
+    replica = Replica(engine.server.url, "sglang", 2, engine.server.key, quantization=wide_server.quantization)
+    connect(wide_trainer, wide_server.model, [replica], transport=transport, **directory)
     before = engine.client.checksums()
     train(wide_trainer)
     wide_trainer.call(RLWorker.sync_weights, 8, verify=True)
@@ -277,6 +287,13 @@ def test_two_ranks_feed_a_server_on_two(
         changed = [name for name, checksum in after[rank].items() if checksum != before[rank][name]]
         assert len(changed) > len(after[rank]) / 2, "the update changed nothing"
     assert {version for _, version in greedy(engine)} == {8}
+    if wide_server.quantization:
+        # SGLang takes weights that are not quantized, and keeps the scales of before.
+        connect(
+            wide_trainer, wide_server.model, [replace(replica, quantization=None)], transport=transport, **directory
+        )
+        with pytest.raises(WorkerError, match="tensors differ"):
+            wide_trainer.call(RLWorker.sync_weights, 9, verify=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)

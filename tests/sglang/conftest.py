@@ -51,10 +51,17 @@ def rollout_config(kind: str, tp_size: int = 1) -> RolloutConfig:
 
 
 def make_server(
-    kind: str, model_path: Path, log_path: Path, port: int, tp_size: int = 1, synced: bool = False, **own: Any
+    kind: str,
+    model_path: Path,
+    log_path: Path,
+    port: int,
+    tp_size: int = 1,
+    synced: bool = False,
+    quantization: str | None = None,
+    **own: Any,
 ) -> RolloutServer:
     """own: the engine's own arguments (`engine_kwargs`)."""
-    config = rollout_config(kind, tp_size)
+    config = replace(rollout_config(kind, tp_size), quantization=quantization)
     kwargs = config.engine_kwargs
     config = replace(config, engine_kwargs=kwargs | {kind: kwargs.get(kind, {}) | own})
     launch = Launch(str(model_path), config, "cpu", MAX_MODEL_LEN, port=port, synced=synced)

@@ -120,7 +120,7 @@ def start(project: Path, part: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def page_after(project: Path, part: str, *arguments: str) -> str:
-    output, _ = start(project, part, *arguments).communicate(timeout=120)
+    output, _ = start(project, part, *arguments).communicate(timeout=300)
     assert f"what tests showed of each family: {project / 'out/families.md'}" in output, output
     return (project / "out" / "families.md").read_text()
 
@@ -155,7 +155,7 @@ def test_a_run_that_is_ended(project: Path, signum: signal.Signals) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         run.send_signal(signum)
-        run.communicate(timeout=60)
+        run.communicate(timeout=300)
     page = page_after(project, "other", "-k", "test_without_a_mark")
     if signum == signal.SIGKILL:
         assert "not ended, or killed: no test\n" in page and "##" not in page
@@ -180,5 +180,5 @@ def test_a_mark_that_says_too_little_is_refused(things: tuple[str, ...], said: d
 
 def test_a_mark_that_is_wrong_is_named(project: Path) -> None:
     (project / "test_all.py").write_text("import pytest\n\n@pytest.mark.shows('merge')\ndef test_it():\n    pass\n")
-    output, _ = start(project, "all").communicate(timeout=60)
+    output, _ = start(project, "all").communicate(timeout=300)
     assert "ERROR: test_all.py::test_it: shows('merge',) of {'dtype': 'float32'}: needs " in output

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from scalerl.config.correction import IS_LEVELS, RS_OPTIONS, is_bounds, rs_bounds
-from scalerl.config.schema.fields import Place, check, key
+from scalerl.config.schema.fields import Place, by_value, check, key
 from scalerl.config.value_checks import KL_KIND, TEXT, THRESHOLD, UNIT, above, at_least, one_of, or_null, show, some_of
 
 
@@ -91,6 +91,10 @@ class KLControlConfig:
     target_kl: float = key(0.1, above(0))
 
 
+# The weights are of tokens where servers sample from rounded weights.
+_WEIGHTS_OF_FP8 = by_value("actor_rollout_ref.rollout.quantization", ("fp8",), "token", None)
+
+
 @dataclass
 class AlgorithmConfig:
     """Advantages, the KL in the reward, and what is corrected or filtered before an update."""
@@ -109,7 +113,9 @@ class AlgorithmConfig:
     # Estimate of that KL: as kl_loss_type; a + changes nothing here, where there is no gradient.
     kl_penalty: str = key("kl", KL_KIND)
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
-    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    rollout_correction: RolloutCorrectionConfig = field(
+        default_factory=lambda: RolloutCorrectionConfig(rollout_is=_WEIGHTS_OF_FP8)
+    )
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     # Of a mixture of experts. rollout: log-probs and updates of the actor take, for each token, the experts that the
     # sampler's routers chose, so that near ties which fall otherwise in the trainer change nothing

@@ -62,9 +62,10 @@ def share(parts: int, source: str) -> Any:
     return f"${{share:{parts},${{{source}}}}}"
 
 
-def by_value(source: str, values: tuple[str, ...], then: int, otherwise: int) -> Any:
+def by_value(source: str, values: tuple[str, ...], then: int | str, otherwise: int | str | None) -> Any:
     """Makes a default that depends on whether another key has one of the values."""
-    return f"${{by_value:${{{source}}},[{','.join(values)}],{then},{otherwise}}}"
+    other = "null" if otherwise is None else otherwise
+    return f"${{by_value:${{{source}}},[{','.join(values)}],{then},{other}}}"
 
 
 # A key that is out of its domain has its own violation, without one about a default that follows from the key.
@@ -79,7 +80,7 @@ _FOLLOWING = (
     (re.compile(r"\$\{times:(\d+),\$\{([\w.]+)\}\}"), "{} x {}"),
     (re.compile(r"\$\{at_most:(\d+),\$\{([\w.]+)\}\}"), "{1}, at most {0}"),
     (re.compile(r"\$\{share:(\d+),\$\{([\w.]+)\}\}"), "{1} / {0}"),
-    (re.compile(r"\$\{by_value:\$\{([\w.]+)\},\[([^]]*)\],(\d+),(\d+)\}"), "{2} with {0} of {1}, else {3}"),
+    (re.compile(r"\$\{by_value:\$\{([\w.]+)\},\[([^]]*)\],(\w+),(\w+)\}"), "{2} with {0} of {1}, else {3}"),
 )
 
 

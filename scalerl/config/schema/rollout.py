@@ -9,7 +9,7 @@ from typing import Any
 from scalerl.config.names import GROUP_ESTIMATORS
 from scalerl.config.schema.devices import ResourcePoolConfig
 from scalerl.config.schema.fields import Place, by_value, check, key
-from scalerl.config.servers import ROLLOUT_ENGINES
+from scalerl.config.servers import ROLLOUT_ENGINES, engines_with, traits_of
 from scalerl.config.value_checks import (
     DTYPE,
     FRACTION,
@@ -110,6 +110,9 @@ class RolloutConfig(ServerConfig):
     # Interrupt unfinished samples instead of waiting for them or dropping them; the next policy continues them, and
     # each token has the version of the policy that sampled it. Needs trainer.max_staleness.
     partial_rollout: bool = False
+    # fp8: servers compute in 8 bits, with weights that are rounded in blocks of 128 x 128 and take half the memory; the
+    # trainer keeps its own dtype, and algorithm.rollout_correction weighs the tokens (docs/rollout.md). null: in dtype.
+    quantization: str | None = key(None, or_null(one_of("fp8")))
     # Release the server's KV cache and weights while the trainer computes (GPU only; servers with devices of their own
     # keep them).
     free_cache_engine: bool = True
@@ -131,6 +134,22 @@ class RolloutConfig(ServerConfig):
     generation_timeout_s: float = key(7200.0, above(0))
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
     program: ProgramConfig = field(default_factory=ProgramConfig)
+
+    @check("quantization", "name", "dtype")
+    def servers_in_fp8(self, at: Place) -> Iterator[str]:
+        if self.quantization is None:
+            return
+        if not traits_of(self.name).computes_in_fp8:
+            able = engines_with(lambda traits: traits.computes_in_fp8)
+            yield (
+                f"{at('quantization')} = {self.quantization}: the engine {self.name} has no kernels for it; set "
+                f"{at('name')}={able}, or {at('quantization')}=null"
+            )
+        elif self.dtype == "float32" and at.device == "cuda":
+            yield (
+                f"{at('dtype')} = float32: with {at('quantization')}={self.quantization} SGLang's kernels take "
+                f"activations of 16 bits; set {at('dtype')}=bfloat16"
+            )
 
     @check("weight_transport", "weight_transport_dir")
     def directory_of_weights(self, at: Place) -> Iterator[str]:

@@ -7,8 +7,9 @@ from math import prod
 
 from scalerl.base.files import GIB
 from scalerl.config.schema import ServerConfig
+from scalerl.config.servers import quantization_of
 from scalerl.models import ModelShape
-from scalerl.models.sizes import FLOAT, ITEMSIZE, counted_params
+from scalerl.models.sizes import FLOAT, ITEMSIZE, counted_params, stored_itemsize
 from scalerl.rollout.servers.engines import ENGINES
 
 # Assumed, of SGLang on a GPU: its CUDA context and communicators; captured graphs and the buffers of a prefill.
@@ -54,6 +55,7 @@ def server_bytes(
         shape,
         config.tensor_model_parallel_size,
         ITEMSIZE[config.dtype],
+        in_fp8=quantization_of(config) is not None,
         whole_shared_experts=ENGINES[config.name].has_whole_shared_experts(config),
     )
     token = kv_token_bytes(shape, config.tensor_model_parallel_size, ITEMSIZE[config.dtype])
@@ -67,8 +69,12 @@ def server_bytes(
     return ServerBytes(weights, token, tokens, states)
 
 
-def weight_bytes(shape: ModelShape, tp_size: int, itemsize: int, *, whole_shared_experts: bool = False) -> int:
+def weight_bytes(
+    shape: ModelShape, tp_size: int, itemsize: int, *, in_fp8: bool = False, whole_shared_experts: bool = False
+) -> int:
     """The bytes of a server rank's weights: its part of them, but norms, routers and latent down projections whole.
+
+    in_fp8: as `quantize` makes them.
 
     Of routed experts it is the same part, whether a rank has some of them or some of the width of each.
     """
@@ -83,7 +89,8 @@ def weight_bytes(shape: ModelShape, tp_size: int, itemsize: int, *, whole_shared
             numbers = query // tp_size + sum(size // shape.num_kv_heads for size in others)
         else:
             numbers = sum(sizes) if param.kind == "replicated" else -(-sum(sizes) // tp_size)
-        num_bytes += count * numbers * (FLOAT if param.keeps_float32 else itemsize)
+        size = stored_itemsize(param, shape, itemsize, in_fp8=in_fp8)
+        num_bytes += int(count * numbers * size)
     return num_bytes
 
 

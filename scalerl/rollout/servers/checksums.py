@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scalerl.models.block_scales import SCALE_SUFFIX, multiplied_out
+
 
 def tensor_checksum(tensor: Tensor) -> str:
     """A tensor's checksum, 16 hex digits, equal to SGLang's: 8 bytes of SHA-256 on CPU, SGLang's own hash on CUDA."""
@@ -123,11 +125,18 @@ class ExpectedChecksums:
         self._parameters: dict[int, dict[str, _Parameter]] = {rank: {} for rank in self.ranks}
 
     def add(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        for name, tensor in named_tensors:
-            tensor = tensor.detach()
-            if self._dtype is not None:
+        """Adds tensors; those in fp8 together with their scales."""
+        tensors = dict(named_tensors)
+        for name, tensor in tensors.items():
+            scales = tensors.get(name + SCALE_SUFFIX)
+            if scales is not None:
+                # What a server's checksum is of, whatever its dtype.
+                tensor = multiplied_out(tensor.detach(), scales.detach()).bfloat16()
+            elif name.endswith(SCALE_SUFFIX):
+                continue
+            elif self._dtype is not None:
                 tensor = tensor.to(self._placement.stored_dtype(name, self._dtype))
-            for rank, place, part in self._placement.parts(name, tensor, self.ranks):
+            for rank, place, part in self._placement.parts(name, tensor.detach(), self.ranks):
                 self._parameters[rank].setdefault(place.name, _Parameter(place.count)).add(place.position, part)
 
     def by_rank(self) -> dict[int, dict[str, str]]:

@@ -61,7 +61,7 @@ class Replica:
     """The address of a rollout server.  engine: name of its engine (`engines.ENGINES`).
 
     tp_size: its ranks, each of which takes a copy of each bucket.  key: the key that its clients must have.
-    engine_kwargs: of its configuration.
+    engine_kwargs: of its configuration.  quantization: of the weights that its server takes (`rollout.quantization`).
     """
 
     url: str
@@ -69,6 +69,7 @@ class Replica:
     tp_size: int
     key: str = field(repr=False)
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
+    quantization: str | None = None
 
     def expected_checksums(
         self,

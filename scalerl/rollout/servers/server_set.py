@@ -19,7 +19,7 @@ from scalerl.base.process import in_daemon
 from scalerl.cluster.failures import values_of
 from scalerl.cluster.pools import ActorSpec, PooledActor, ResourcePool
 from scalerl.config.schema import ModelConfig, ServerConfig
-from scalerl.config.servers import ReplicaRoom
+from scalerl.config.servers import ReplicaRoom, quantization_of
 from scalerl.rollout.servers.client import ClientSettings, Replica, RolloutClient
 from scalerl.rollout.servers.engines import ENGINES, Launch
 from scalerl.rollout.servers.host import ServerHost, process_key
@@ -183,8 +183,8 @@ class ServerSet:
         """
         started = values_of(f"{self.purpose.who} start", self.starting, self.timeout_s)
         tp_size = ENGINES[self.config.name].num_ranks(self.config.tensor_model_parallel_size)
-        kwargs = self.config.engine_kwargs
-        self.replicas = [Replica(url, self.config.name, tp_size, key, kwargs) for url, key in started]
+        own = self.config.engine_kwargs, quantization_of(self.config)
+        self.replicas = [Replica(url, self.config.name, tp_size, key, *own) for url, key in started]
         self.clients = {index: self.settings.client(replica) for index, replica in enumerate(self.replicas)}
         if small := list(small_caches(self.clients, self.config.kv_cache_tokens)):
             raise ServerNotReadyError("\n".join(small))

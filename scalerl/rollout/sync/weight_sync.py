@@ -30,7 +30,9 @@ from scalerl.rollout.sync.handover import (
     hashed_expert_bytes,
     measure,
 )
+from scalerl.rollout.sync.quantized import quantized_export, quantized_layout
 from scalerl.rollout.sync.session import (
+    Export,
     Feed,
     RankReport,
     Step,
@@ -101,6 +103,7 @@ class WeightSync:
             timeout_s=timeout_s,
             directory=directory,
             model_path=model_path,
+            quantizes=any(replica.quantization for replica in replicas),
         )
 
     def _client(self, feed: Feed) -> RolloutClient:
@@ -292,11 +295,13 @@ def make_transport(
     timeout_s: float,
     directory: str | None = None,
     model_path: str | None = None,
+    quantizes: bool = False,
 ) -> Transport:
     """Makes the transport of that name; collective over the trainer's world.
 
-    directory, model_path: as `DiskTransport`, which alone needs them.
+    directory, model_path: as `DiskTransport`, which alone needs them.  quantizes: the servers compute in fp8.
     """
+    export: Export = quantized_export(engine.export_buckets) if quantizes else engine.export_buckets
     if name == "disk":
         from scalerl.parallel.export import BucketWriter
         from scalerl.rollout.sync.transports.disk import DiskTransport
@@ -306,17 +311,19 @@ def make_transport(
         def layout(size: int) -> list:
             return BucketWriter(engine.chunks, engine.family, engine.shape, engine.groups, bucket_bytes=size).tensors
 
-        return DiskTransport(engine.export_buckets, layout, directory=directory, model_path=model_path)
+        written = quantized_layout(layout) if quantizes else layout
+        return DiskTransport(export, written, directory=directory, model_path=model_path)
     if name == "broadcast":
         from scalerl.rollout.sync.transports.broadcast import BroadcastTransport
 
         backend = "nccl" if next(engine.chunks[0].parameters()).is_cuda else "gloo"
-        return BroadcastTransport(engine.export_buckets, backend=backend, timeout_s=timeout_s)
+        return BroadcastTransport(export, backend=backend, timeout_s=timeout_s)
     from scalerl.rollout.sync.transports.memory import GatheredTransport, SharedTransport
 
-    if SharedTransport.possible(engine):
+    # Blocks span what several ranks hold, so a rank quantizes whole tensors.
+    if not quantizes and SharedTransport.possible(engine):
         return SharedTransport(engine, bucket_bytes)
-    return GatheredTransport(engine.export_buckets)
+    return GatheredTransport(export)
 
 
 class WeightSource(Worker):

@@ -24,6 +24,27 @@ def violations(**keys) -> list[str]:
 
 
 @pytest.mark.parametrize(
+    ("settings", "weights"),
+    [
+        ({}, None),
+        ({"quantization": "fp8"}, "token"),
+        ({"quantization": "fp8", "rollout_is": "null"}, None),
+        ({"quantization": "fp8", "rollout_is": "sequence"}, "sequence"),
+    ],
+)
+def test_tokens_that_are_sampled_in_fp8_are_weighed(settings, weights):
+    sections = {"quantization": "actor_rollout_ref.rollout", "rollout_is": CORRECTION}
+    needed = [
+        "data.train_files=a",
+        "data.val_files=b",
+        "actor_rollout_ref.model.path=m",
+        "actor_rollout_ref.rollout.n=2",
+    ]
+    cfg = compose("ppo", needed + [f"{sections[name]}.{name}={value}" for name, value in settings.items()])
+    assert cfg.algorithm.rollout_correction.rollout_is == weights
+
+
+@pytest.mark.parametrize(
     ("value", "bounds"),
     [(2.0, (None, 2.0)), (3, (None, 3.0)), ("2.5", (None, 2.5)), ("0.5_5.0", (0.5, 5.0)), ([0.5, 5], (0.5, 5.0))],
 )

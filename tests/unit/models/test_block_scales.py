@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from scalerl.models import HFWeights, ModelShape, copy_beside_weights, family_of, read_config, weight_block
+from scalerl.models import (
+    HFWeights,
+    ModelShape,
+    block_scales,
+    copy_beside_weights,
+    family_of,
+    read_config,
+    weight_block,
+)
 from tests import model_configs
-from tests.tiny_models import make_tiny_model, store_as_fp8
+from tests.tiny_models import FAMILIES, make_tiny_model, store_as_fp8
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
 
@@ -128,3 +138,74 @@ def test_the_copy_of_a_config_asks_for_no_quantization(model: Path, tmp_path: Pa
 def test_other_quantizations_are_refused(quantization: dict) -> None:
     with pytest.raises(ValueError, match=r"quantization_config \((fp8|gptq)\): of quantized weights only fp8 \(e4m3\)"):
         weight_block({"quantization_config": quantization})
+
+
+# --- made for servers ---
+
+
+def quantized_by_hand(matrix: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+    """What the matrix means once each block is rounded to the numbers of float8_e4m3fn, from their list."""
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
+    values = np.unique(values[np.isfinite(values)])
+    meant = np.zeros_like(matrix)
+    for row in range(0, matrix.shape[0], block[0]):
+        for column in range(0, matrix.shape[1], block[1]):
+            part = matrix[row : row + block[0], column : column + block[1]]
+            scale = np.abs(part).max() / 448 or 1.0
+            nearest = np.abs(part[..., None] / scale - values).argmin(-1)
+            meant[row : row + block[0], column : column + block[1]] = values[nearest] * scale
+    return meant
+
+
+@pytest.mark.parametrize("at_a_time", [1, 2**24])
+@pytest.mark.parametrize("size", [(256, 128), (200, 131), (3, 5)])
+def test_a_matrix_is_rounded_block_by_block(
+    size: tuple[int, int], at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a block with zeros alone nothing becomes NaN; one large number takes no digits from other blocks."""
+    monkeypatch.setattr(block_scales, "_AT_A_TIME", at_a_time)
+    matrix = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    matrix[0, 0] = 1e4
+    matrix[128:, :128] = 0.0
+    numbers, scales = block_scales.quantize(matrix)
+    assert numbers.shape == matrix.shape and numbers.dtype == torch.float8_e4m3fn
+    assert list(scales.shape) == block_scales.scales_shape(list(size), (128, 128)) and scales.dtype == torch.float32
+    meant = block_scales.multiplied_out(numbers, scales).numpy()
+    # Where two numbers are as near, to within a rounding of float32, either may be taken.
+    by_hand = quantized_by_hand(matrix.double().numpy(), (128, 128))
+    assert np.isclose(meant, by_hand, rtol=1e-6, atol=0).mean() > 0.999
+    assert np.abs(meant - matrix.numpy()).max() <= np.abs(by_hand - matrix.double().numpy()).max() * (1 + 1e-6)
+
+
+def test_the_numbers_are_those_of_bfloat16_weights(tmp_path: Path) -> None:
+    """A model that is quantized, stored and read again is the quantized one: one format for both ways."""
+    matrix = torch.randn(256, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    numbers, scales = block_scales.quantize(matrix)
+    again = block_scales.quantize(block_scales.multiplied_out(numbers, scales))
+    assert torch.equal(again[0].view(torch.uint8), numbers.view(torch.uint8))
+    torch.testing.assert_close(again[1], scales, rtol=1e-6, atol=0)
+
+
+def test_a_number_that_is_none_is_not_hidden() -> None:
+    matrix = torch.ones(256, 128)
+    matrix[5, 7] = float("nan")
+    matrix[200, 1] = float("inf")
+    meant = block_scales.multiplied_out(*block_scales.quantize(matrix))
+    assert meant[:128].isnan().all() and not meant[128:].isfinite().all()
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"gpt_oss"}))
+def test_servers_in_fp8_have_the_matrices_of_layers_in_8_bits(tmp_path: Path, family: str) -> None:
+    """All matrices but embedding, head and what is small; they are what a server in fp8 is smaller by."""
+    make_tiny_model(tmp_path, family)
+    shape = ModelShape.from_hf(tmp_path)
+    sizes = family_of(shape).hf_shapes(shape)
+    whole = {name for name, size in sizes.items() if len(size) == 2 and not block_scales.is_quantized(name, size)}
+    kinds = {re.sub(r"\d+", "N", name) for name in whole}
+    allowed = re.compile(
+        r"model\.embed_tokens\.weight|lm_head\.weight|.*\.(gate|shared_expert_gate|q_a_proj|kv_a_proj_with_mqa|kv_b_proj)"
+        r"\.weight|.*\.linear_attn\..*"
+    )
+    assert all(allowed.fullmatch(kind) for kind in kinds), kinds
+    assert any("o_proj" in name and block_scales.is_quantized(name, size) for name, size in sizes.items())
+    assert not any(block_scales.is_quantized(name, size) for name, size in sizes.items() if len(size) != 2)

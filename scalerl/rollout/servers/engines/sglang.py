@@ -15,10 +15,13 @@ from scalerl.base.nvidia import toolkit_environment
 from scalerl.base.process import sglang_environment
 from scalerl.config import server_violations
 from scalerl.config.schema import RolloutConfig, ServerConfig
+from scalerl.config.servers import quantization_of
 from scalerl.config.suggestions import divisors_text
 from scalerl.errors import UserError
-from scalerl.models import Family, HFWeights, family_named, family_of, read_config, weight_block
+from scalerl.models import Family, HFWeights, Param, family_named, family_of, read_config, weight_block
+from scalerl.models.block_scales import FP8_BLOCK, WHOLE_MODULES, is_quantized
 from scalerl.models.shape import attention_interval
+from scalerl.models.sizes import counted_params
 from scalerl.rollout.servers.engines.base import Call, Command, Engine, Launch, check_context_length
 from scalerl.rollout.servers.requests import FLATTENED, GenerateRequest
 from scalerl.rollout.servers.sglang.placement_arguments import (
@@ -55,6 +58,14 @@ NEEDED_CONFIG: dict[str, dict[str, Any]] = {
 # With what SGLang on a GPU keeps experts as they are loaded, so that their checksums are known, beside the kernels of
 # `plain_runner`: Triton's with the activation fused in reorder their rows.
 PLAIN_EXPERTS_ENVIRONMENT = {"SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0"}
+# A model whose trainer sends it in fp8, as its config.json would say it.
+BLOCKS_OF_FP8 = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "weight_block_size": list(FP8_BLOCK),
+    "ignored_layers": [*WHOLE_MODULES, "visual"],
+}
 # Of a layer, in config.json's layer_types.
 _ATTENDS = "full_attention"
 # Field of a request for the experts of its tokens. The server's argument has `enable_` before it.
@@ -123,9 +134,10 @@ class SGLangEngine(Engine):
             }
             # Otherwise SGLang asks the network which of the node's addresses others can reach.
             env["SGLANG_HOST_IP"] = launch.host
-        if launch.synced and weight_block(read_config(launch.model_path)) is not None:
-            # Trainers send weights that are not quantized, so the server's are as they would be without.
-            changes["quantization_config"] = None
+        quantization = quantization_of(config)
+        if launch.synced and (quantization or weight_block(read_config(launch.model_path)) is not None):
+            # Trainers send the weights, whatever the files have.
+            changes["quantization_config"] = BLOCKS_OF_FP8 if quantization else None
             arguments["load_format"] = "dummy"
         if changes:
             arguments["json_model_override_args"] = json.dumps(changes)
@@ -203,6 +215,9 @@ class SGLangEngine(Engine):
             )
         if shape.num_experts:
             yield from _mixture_violations(config, shape, section, device, verify_weights_every)
+        if quantization_of(config):
+            yield from _fp8_violations(config, shape, section)
+        yield from _other_numbers(_own_arguments(config.engine_kwargs), section)
         if shape.linear_layers:
             yield from _delta_net_violations(shape, section, device, verify_weights_every)
         if verify_weights_every:
@@ -280,6 +295,64 @@ def _checked_mixture(config: ServerConfig, model_path: str) -> Family | None:
     return family if family and family.model_type in MIXTURES else None
 
 
+def _other_numbers(own: Mapping[str, Any], section: str) -> Iterator[str]:
+    """Yields the arguments with which a server would take weights from a trainer, and make other numbers of them."""
+    names = {name.replace("-", "_"): value for name, value in own.items()}
+    overrides = str(names.get("json_model_override_args") or "")
+    for name, value in (("quantization", names.get("quantization")), ("json_model_override_args", overrides)):
+        if value and (name == "quantization" or "quantization_config" in overrides):
+            yield (
+                f"{section}.engine_kwargs.sglang.{name} = {value}: a trainer's weights are not quantized so; SGLang "
+                "would take them without a word, and compute with wrong numbers; leave it out, and set "
+                f"{section}.quantization=fp8"
+            )
+
+
+def _fp8_violations(config: ServerConfig, shape: ModelShape, section: str) -> Iterator[str]:
+    """Yields why servers cannot have this model in fp8: each rank's part of a matrix is whole blocks."""
+    if shape.num_experts and not family_of(shape).expert_names:
+        yield (
+            f"{section}.quantization = fp8: SGLang has the experts of a {shape.model_type} model in mxfp4 or bfloat16; "
+            "set it to null"
+        )
+        return
+    tp_size = config.tensor_model_parallel_size
+    try:
+        experts = expert_parallel(_own_arguments(config.engine_kwargs), tp_size)
+    except ValueError:
+        # It has a violation.
+        return
+    wrong: dict[str, None] = {}
+    for param, _ in counted_params(shape):
+        num_ranks = tp_size if param.expert is None else tp_size // experts.ep_size
+        if experts.whole_shared_experts and any(".shared_experts." in name for name in param.hf):
+            num_ranks = 1
+        for name, size in param.hf_shapes(shape).items():
+            if is_quantized(name, size) and any(
+                part % length for part, length in zip(_part(param, size, shape, num_ranks), FP8_BLOCK, strict=True)
+            ):
+                part = " x ".join(f"{number:g}" for number in _part(param, size, shape, num_ranks))
+                module = name.removesuffix(".weight").rpartition(".")[2]
+                wrong[f"{module} [{part}]"] = None
+    if wrong:
+        yield (
+            f"{section}.quantization = fp8: blocks of {' x '.join(map(str, FP8_BLOCK))} do not divide what a rank has "
+            f"of {', '.join(wrong)}; set another {section}.tensor_model_parallel_size (now {tp_size}), for experts "
+            f"{section}.engine_kwargs.sglang.ep_size, or {section}.quantization=null"
+        )
+
+
+def _part(param: Param, size: Sequence[int], shape: ModelShape, num_ranks: int) -> tuple[float, float]:
+    """Rows and columns that a rank has of a matrix; of keys and values one head at least."""
+    rows, columns = size
+    if param.kind == "row":
+        return rows, columns / num_ranks
+    if param.kind == "replicated":
+        return rows, columns
+    is_of_keys = param.kind == "qkv" and rows == shape.num_kv_heads * shape.head_dim
+    return rows / (min(num_ranks, shape.num_kv_heads) if is_of_keys else num_ranks), columns
+
+
 def _mixture_violations(
     config: ServerConfig, shape: ModelShape, section: str, device: str, verify_weights_every: int
 ) -> Iterator[str]:
@@ -339,7 +412,7 @@ def _expert_parallel_violations(
             f"{section}.engine_kwargs.sglang.moe_a2a_backend = deepep: DeepEP runs on GPUs alone; leave it out, or set "
             "ep_size"
         )
-    elif experts.whole_shared_experts and config.dtype != "bfloat16" and not own.get("quantization"):
+    elif experts.whole_shared_experts and config.dtype != "bfloat16" and not quantization_of(config):
         yield (
             f"{section}.dtype = {config.dtype}: with engine_kwargs.sglang.moe_a2a_backend=deepep SGLang has kernels "
             "for experts in bfloat16 alone; set it to bfloat16"

@@ -66,7 +66,6 @@ PLACE_ARGUMENTS: dict[str, tuple[Any, str]] = {
     "dp_size": (1, "cuts heads in another way, or starts several copies of the model"),
     "attn_cp_size": (1, "cuts heads in another way"),
     "kt_": (None, "has experts in the host's memory"),
-    "quantization": (None, "stores other numbers"),
 }
 # As PLACE_ARGUMENTS, of what becomes of the rows of experts, which SGLang keeps for each slot of its KV cache.
 ROW_ARGUMENTS: dict[str, tuple[Any, str]] = {
@@ -81,7 +80,7 @@ ROW_ARGUMENTS: dict[str, tuple[Any, str]] = {
 # Without chunks a prompt may be longer than the buffer of a pass.
 CHUNKS = "chunked_prefill_size"
 # Those that change other places than experts', and so those of any model.
-OF_ANY_MODEL = ("enable_dp_", "dp_size", "attn_cp_size", "quantization")
+OF_ANY_MODEL = ("enable_dp_", "dp_size", "attn_cp_size")
 # Beginnings of arguments about experts; of those that are not named here nothing is known.
 EXPERT_PREFIXES = ("ep_", "expert_", "moe_")
 KNOWN_ARGUMENTS = (

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from scalerl.base.files import NO_ROOM
@@ -20,13 +19,12 @@ from scalerl.errors import UserError
 from scalerl.merge.writer import SafetensorsFile, file_name, write_safetensors_index
 from scalerl.models import copy_beside_weights
 from scalerl.rollout.servers.buckets import NamedTensors
+from scalerl.rollout.sync.quantized import Layout
 from scalerl.rollout.sync.session import Export, SyncSession, Transport
 
 DIRECTORY_KEY = "actor_rollout_ref.rollout.weight_transport_dir"
 PREFIX = "weights-of-version-"
 PARTIAL = ".tmp"
-# Most bytes of a bucket -> per bucket (name, shape, dtype) of what `Export` yields.
-Layout = Callable[[int], Sequence[Sequence[tuple[str, Sequence[int], torch.dtype]]]]
 # Room for the tensors' names and for the files that are not weights.
 SPARE_BYTES = 64 * 2**20
 

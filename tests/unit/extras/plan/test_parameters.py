@@ -95,3 +95,14 @@ def test_a_server_with_deepep_has_shared_experts_whole_on_every_rank() -> None:
 
     assert weights(ep_size=8) == weights() == weight_bytes(shape, 8, 2)
     assert weights(moe_a2a_backend="deepep") - weights() == 58 * 3 * 7168 * 2048 * 2 * 7 // 8
+
+
+def test_a_server_in_fp8_by_hand() -> None:
+    """Qwen3-30B-A3B: embedding, head, routers, norms stay 2 B; each other number is 1 B and 4 B / 128^2 of a scale."""
+    shape = shape_of("qwen3-30b-a3b")
+    whole = 2 * 151_936 * 2048 + 48 * (128 * 2048 + 2 * 2048 + 2 * 128) + 2048
+    expected = 2 * whole + (num_parameters(shape) - whole) * (1 + 4 / 128**2)
+    assert model_bytes(shape, 2, in_fp8=True) == pytest.approx(expected, abs=1000)
+    config = RolloutConfig(tensor_model_parallel_size=2, kv_cache_tokens=1, quantization="fp8")
+    replicated = 2 * (whole - 2 * 151_936 * 2048)
+    assert server_bytes(shape, config, None).weights == pytest.approx((expected + replicated) / 2, abs=1000)

@@ -26,6 +26,7 @@ from scalerl.rollout.servers.sglang.launch import RETURNS_EXPERTS
 from scalerl.rollout.servers.sglang.placement_arguments import MIXTURES, PLAIN_RUNNERS
 from tests.lanes import full
 from tests.model_configs import model_directory, read_config
+from tests.tiny_models import make_tiny_model
 
 
 def sglang_command(config: RolloutConfig, device: str, **more: Any) -> Command:
@@ -171,6 +172,57 @@ def test_a_runs_server_takes_no_weights_of_files_in_fp8_and_a_server_for_itself_
 
     assert started(synced=True) == (True, True)
     assert started(synced=False) == (False, False)
+
+
+def test_a_server_in_fp8_begins_without_weights(tmp_path: Path) -> None:
+    """The files are not in fp8: SGLang would read them into tensors of 8 bits."""
+    make_tiny_model(tmp_path, "qwen3")
+    config = RolloutConfig(quantization="fp8")
+    command, _ = ENGINES["sglang"].command(Launch(str(tmp_path), config, "cuda", 64, port=4000, synced=True))
+    quantization = json.loads(value_of(command, "--json-model-override-args"))["quantization_config"]
+    assert quantization["weight_block_size"] == [128, 128] and "kv_b_proj" in quantization["ignored_layers"]
+    assert value_of(command, "--load-format") == "dummy"
+
+
+# Of Qwen3-30B-A3B: experts of 768 columns, 4 key and value heads of 128.
+@pytest.mark.parametrize(
+    ("tp_size", "own", "wrong"),
+    [
+        (2, {}, ""),
+        (4, {"ep_size": 4}, ""),
+        # One key and value head for every two ranks.
+        (8, {"ep_size": 8}, ""),
+        (4, {}, "gate_proj [192 x 2048], up_proj [192 x 2048], down_proj [2048 x 192]"),
+        (4, {"ep_size": 2}, ""),
+        (8, {"ep_size": 2}, "gate_proj [192 x 2048], up_proj [192 x 2048], down_proj [2048 x 192]"),
+    ],
+)
+def test_a_rank_in_fp8_has_whole_blocks(tp_size: int, own: dict[str, Any], wrong: str, tmp_path: Path) -> None:
+    config = RolloutConfig(quantization="fp8", tensor_model_parallel_size=tp_size, engine_kwargs={"sglang": own})
+    shape = ModelShape.from_hf(model_directory("qwen3-30b-a3b", tmp_path))
+    found = list(
+        ENGINES["sglang"].trained_model_violations(config, shape, section="r", device="cuda", verify_weights_every=10)
+    )
+    assert len(found) == (1 if wrong else 0), found
+    assert all(
+        f"r.quantization = fp8: blocks of 128 x 128 do not divide what a rank has of {wrong};" in f for f in found
+    )
+
+
+@pytest.mark.parametrize(
+    "own",
+    [{"quantization": "fp8"}, {"json-model-override-args": '{"quantization_config": {"quant_method": "fp8"}}'}],
+)
+@pytest.mark.parametrize("every", [0, 10])
+def test_a_server_that_would_take_a_trainers_weights_for_quantized_ones_is_refused(
+    own: dict[str, Any], every: int, tmp_path: Path
+) -> None:
+    make_tiny_model(tmp_path, "qwen3")
+    config = RolloutConfig(engine_kwargs={"sglang": own})
+    (found,) = ENGINES["sglang"].trained_model_violations(
+        config, ModelShape.from_hf(tmp_path), section="r", device="cuda", verify_weights_every=every
+    )
+    assert found.startswith("r.engine_kwargs.sglang.") and found.endswith("set r.quantization=fp8")
 
 
 def test_a_gpu_server_whose_experts_are_checked_keeps_them_as_they_are_loaded(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_an_ep_size_that_is_no_number_is_refused(ep_size: Any) -> None:
         {"moe_runner_backend": "deep_gemm", "expert_distribution_recorder_mode": "stat"},
         # SGLang's defaults.
         {"enable_eplb": False, "ep_num_redundant_experts": 0, "init_expert_location": "trivial", "dp_size": 1},
-        {"moe_dp_size": "1", "moe_dense_tp_size": None, "quantization": None, "elastic_ep_backend": "none"},
+        {"moe_dp_size": "1", "moe_dense_tp_size": None, "elastic_ep_backend": "none"},
         {"disable_shared_experts_fusion": True, "enable_dp_attention": False, "attention_backend": "fa3"},
     ],
 )
@@ -74,7 +74,6 @@ def test_arguments_that_leave_known_where_experts_are(own: dict[str, Any]) -> No
         ({"disable_shared_experts_fusion": None}, "disable_shared_experts_fusion=null", "among the routed ones"),
         ({"data-parallel-size": 2}, "dp_size=2", "heads"),
         ({"moe_dense_tp_size": 1}, "moe_dense_tp_size=1", "dense layers"),
-        ({"quantization": "fp8"}, "quantization=fp8", "other numbers"),
         ({"moe_runner_backend": "flashinfer_trtllm"}, "moe_runner_backend=flashinfer_trtllm", "triton, deep_gemm"),
         # Without scalerl's own choice SGLang makes one.
         ({"moe_runner_backend": None}, "moe_runner_backend=null", "triton, deep_gemm"),
@@ -101,15 +100,14 @@ def test_arguments_with_which_the_experts_of_tokens_are_not_known() -> None:
     ]
 
 
-def test_of_a_dense_model_those_that_cut_or_change_its_own_tensors_count() -> None:
+def test_of_a_dense_model_those_that_cut_its_own_tensors_count() -> None:
     own = {
         "ep_size": 2,
         "enable_eplb": True,
         "moe_runner_backend": "cutlass",
-        "quantization": "fp8",
         "data-parallel-size": 2,
     }
-    assert [named for named, _ in unknown_places(own, "qwen3", is_mixture=False)] == ["dp_size=2", "quantization=fp8"]
+    assert [named for named, _ in unknown_places(own, "qwen3", is_mixture=False)] == ["dp_size=2"]
     assert list(unknown_places({"dp_size": 1, "enable_dp_attention": False}, "qwen3", is_mixture=False)) == []
 
 
