@@ -273,13 +273,13 @@ def test_a_process_ends_although_a_backend_hangs(tmp_path):
 
 
 def test_the_example_of_the_documentation_works(tmp_path):
-    document = (Path(__file__).parents[3] / "docs" / "tracking.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", document, flags=re.DOTALL)
+    document = (Path(__file__).parents[3] / "docs" / "extending.md").read_text()
+    (example,) = re.findall(r"```python\n(# my_tracking.py\n.*?)```", document, flags=re.DOTALL)
     try:
-        exec(compile(example, "docs/tracking.md", "exec"), {})
-        with Tracking("p", "e", ["mine"], run_dir=tmp_path) as tracking:
+        exec(compile(example, "docs/extending.md", "exec"), {})
+        with Tracking("p", "e", ["csv"], run_dir=tmp_path) as tracking:
             tracking.log({"x": 0.5}, 3)
             tracking.log_table("t", ["c"], [["r"]], 3)
     finally:
-        unregister_backend("mine")
-    assert (tmp_path / "mine.csv").read_text() == "3,x,0.5\n"
+        unregister_backend("csv")
+    assert (tmp_path / "metrics.csv").read_text() == "3,x,0.5\n"
