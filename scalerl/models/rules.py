@@ -44,6 +44,17 @@ QKV_WEIGHT = _qkv("weight", ("hidden",))
 QKV_BIAS = _qkv("bias", (), given="qkv_bias")
 Q_NORM = _norm("self_attention.q_layernorm", "self_attn.q_norm", "head_dim", given="qk_norm")
 K_NORM = _norm("self_attention.k_layernorm", "self_attn.k_norm", "head_dim", given="qk_norm")
+# Of all heads together.
+JOINT_Q_NORM, JOINT_K_NORM = (
+    ParamPattern(
+        f"decoder.layers.{{i}}.self_attention.{name}.weight",
+        (f"{_HF_LAYER}self_attn.{name}.weight",),
+        "column",
+        ((rows,),),
+        given="joint_qk_norm",
+    )
+    for name, rows in (("q_norm", "q"), ("k_norm", "kv"))
+)
 PROJ = ParamPattern(
     "decoder.layers.{i}.self_attention.linear_proj.weight",
     (f"{_HF_LAYER}self_attn.o_proj.weight",),
@@ -65,6 +76,9 @@ SINKS = ParamPattern(
     given="attention_sinks",
 )
 MLP_NORM = _norm("pre_mlp_layernorm", "post_attention_layernorm", "hidden")
+# Of what is added to the residual.
+POST_ATTENTION_NORM = _norm("self_attn_bda", "post_self_attn_layernorm", "hidden", given="post_norms")
+POST_MLP_NORM = _norm("mlp_bda", "post_mlp_layernorm", "hidden", given="post_norms")
 
 
 def mlp(
@@ -89,6 +103,16 @@ def mlp(
 
 
 DENSE_MLP = mlp("mlp", "mlp", "ffn", where="dense")
+# The files have gate and up in one tensor.
+GATE_UP_MLP = (
+    replace(
+        DENSE_MLP[0],
+        hf=(f"{_HF_LAYER}mlp.gate_up_proj.weight",),
+        dims=(("gate_up_ffn", "hidden"),),
+        sections=(("ffn", "ffn"),),
+    ),
+    DENSE_MLP[1],
+)
 
 
 def router(hf: str) -> ParamPattern:
@@ -157,9 +181,11 @@ def decoder_family(
     mixture: Mixture | None = None,
     mixture_rules: Iterable[ParamPattern] = (),
     attention: Iterable[ParamPattern] | None = None,
+    dense_mlp: Iterable[ParamPattern] = DENSE_MLP,
     delta_net: bool = False,
     untrained: Sequence[str] = (),
     sliding_layers: bool = False,
+    nope_layers: bool = False,
     facts: Mapping[str, Any] | None = None,
 ) -> Family:
     """A family of pre-norm decoders with SwiGLU and RMSNorm.
@@ -171,11 +197,11 @@ def decoder_family(
     latent = attention is not None and not delta_net
     flags = [flag for flag in (qk_norm, qkv_bias) if isinstance(flag, str)]
     if attention is None:
-        attention = (QKV_WEIGHT, QKV_BIAS, Q_NORM, K_NORM, PROJ, PROJ_BIAS, SINKS)
+        attention = (QKV_WEIGHT, QKV_BIAS, Q_NORM, K_NORM, JOINT_Q_NORM, JOINT_K_NORM, PROJ, PROJ_BIAS, SINKS)
     return Family(
         model_type=model_type,
         first=(EMBEDDING,),
-        layer=(INPUT_NORM, *attention, MLP_NORM, *DENSE_MLP, *mixture_rules),
+        layer=(INPUT_NORM, *attention, POST_ATTENTION_NORM, MLP_NORM, *dense_mlp, *mixture_rules, POST_MLP_NORM),
         last=(FINAL_NORM,),
         head=HEAD,
         qk_norm=qk_norm,
@@ -188,5 +214,6 @@ def decoder_family(
         delta_net=delta_net,
         untrained=tuple(untrained),
         sliding_layers=sliding_layers,
+        nope_layers=nope_layers,
         facts=facts or {},
     )

@@ -5,7 +5,8 @@ Megatron-Core layouts (local layer spec), `tp` tensor-parallel ranks:
            the rows of each query head are followed by those of its gate
   delta    rows by key head of a gated delta net: those that belong to the head of each part of each tensor, as
            `sections` say; whole key heads per rank
-  gate_up  per rank [gate rows; up rows]; joined over ranks [all gate rows; all up rows]
+  gate_up  per rank [gate rows; up rows]; joined over ranks [all gate rows; all up rows], which may be one Hugging Face
+           tensor, as `sections` say
   vocab    rows, zero padded to `padded_vocab_size`
   column   split over rows (dim 0); row: split over columns (dim 1); replicated: whole on every rank
 A tensor of an expert is split over the expert-tensor-parallel ranks instead, and one expert-parallel rank holds it.
@@ -90,6 +91,7 @@ def dim_sizes(shape: ModelShape) -> dict[str, int]:
         "expert_ffn": shape.moe_ffn_hidden_size,
         "shared_ffn": shape.shared_expert_ffn_hidden_size,
         "value": 1,
+        "gate_up_ffn": 2 * shape.ffn_hidden_size,
     }
     if shape.linear_layers:
         sizes |= _delta_sizes(shape)
@@ -148,7 +150,8 @@ class Param:
     those of expert-tensor parallelism.
     keeps_float32: stored, kept and exported as float32 whatever the model's dtype.
     joins_previous: an engine joins it with the tensor before it, and needs both in one bucket.
-    sections: of kind delta, the named dimensions of the parts that the rows of each tensor in `hf` consist of.
+    sections: the named dimensions of the parts that the rows of each tensor in `hf` consist of: of kind delta, and of
+    kind gate_up where gate and up are one tensor.
     stacked: its one Hugging Face tensor has all experts of the layer; `hf` names it once for each part, and `dims` are
     those of the parts.
     """
@@ -279,6 +282,8 @@ class Param:
                 parts.append(source[first : first + rows].unflatten(0, (-1, count)))
                 start += groups * count
             return parts
+        if self.kind == "gate_up" and self.sections:
+            return _halves(source, tp_rank, tp_size)
         if self.kind in ("gate_up", "column"):
             return [_rows(source, tp_rank, tp_size)]
         if self.kind == "vocab":
@@ -293,7 +298,8 @@ class Param:
         if self._is_grouped:
             return self._of_groups(out, shape)
         if self.kind == "gate_up":
-            return [[half] for half in out.chunk(2)]
+            halves = list(out.chunk(2))
+            return [halves] if self.sections else [[half] for half in halves]
         return [[out]]
 
     @property
@@ -346,7 +352,7 @@ class Param:
 
             of_tensors = self._of_groups(full, shape)
             parts = [torch.cat([part.flatten(0, 1) for part in views]) for views in of_tensors]
-        elif self.kind == "gate_up":
+        elif self.kind == "gate_up" and not self.sections:
             parts = list(full.chunk(2))
         elif self.kind == "vocab":
             parts = [full[: shape.vocab_size]]
@@ -401,7 +407,7 @@ class Param:
         sizes = {
             "qkv": {"num_attention_heads": shape.num_attention_heads, "num_key_value_heads": shape.num_kv_heads},
             "delta": {"linear_num_key_heads": shape.linear_num_key_heads},
-            "gate_up": {"intermediate_size": dim_sizes(shape)[self.dims[0][0]]},
+            "gate_up": {"intermediate_size": self.joined_shape(shape)[0] // 2},
             "column": {"rows": self.joined_shape(shape)[0]},
             "row": {"columns": self.joined_shape(shape)[-1]},
         }
@@ -419,6 +425,13 @@ class Param:
 
 def _rows(source: LazyTensor, rank: int, num_parts: int) -> torch.Tensor:
     return source[_span(source.get_shape()[0], rank, num_parts)]
+
+
+def _halves(source: LazyTensor, rank: int, num_parts: int) -> list[torch.Tensor]:
+    """A rank's rows of the first half of a tensor, and of the second."""
+    half = source.get_shape()[0] // 2
+    span = _span(half, rank, num_parts)
+    return [source[start + span.start : start + span.stop] for start in (0, half)]
 
 
 def _span(size: int, rank: int, num_parts: int) -> slice:
@@ -504,6 +517,7 @@ class Family:
     full_attention_interval); attention has an output gate, and norms multiply with 1 + weight.
     qk_norm, qkv_bias: norms of each query and key head, biases of queries, keys and values; a text is the config.json
     key that says whether a model has them.
+    nope_layers: no_rope_layers, or no_rope_layer_interval, says which layers have no rotary embedding.
     sliding_layers: layer_types says which layers see `sliding_window` tokens alone.
     facts: fields of ModelShape that are the same for every model of the family.
     """
@@ -526,6 +540,7 @@ class Family:
     untrained: tuple[str, ...] = ()
     stacks_experts: bool = False
     sliding_layers: bool = False
+    nope_layers: bool = False
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
