@@ -53,5 +53,7 @@ class JointlyNormedAttention(SelfAttention):
 
     def get_query_key_value_tensors(self, *args: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
         """query, key, value: [t, 1, heads of each, head_dim]."""
-        query, key, value = super().get_query_key_value_tensors(*args, **named)
+        # megatron's type has the ways in which it returns fewer or more.
+        separate: Any = super().get_query_key_value_tensors(*args, **named)
+        query, key, value = separate
         return self.q_norm(query), self.k_norm(key), value
