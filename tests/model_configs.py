@@ -32,6 +32,7 @@ NAMES = {
     "Qwen3-235B-A22B": "qwen3-235b-a22b",
     "Llama-3.1-70B-Instruct": "llama-3.1-70b",
     "DeepSeek-V3": "deepseek-v3",
+    "GLM-4-32B-0414": "glm-4-32b",
     "GLM-4.6": "glm-4.6",
     "Kimi-K2-Instruct": "kimi-k2",
     "Qwen3.5-35B-A3B": "qwen3.5-35b-a3b",

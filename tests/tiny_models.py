@@ -12,6 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Glm4Config,
+    Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
@@ -20,6 +22,8 @@ from transformers import (
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -37,6 +41,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -55,12 +63,16 @@ FAMILIES = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "glm4": (Glm4Config, Glm4ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
     "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
+    "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
+    "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
 }
 WITH_DELTA_NETS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 WITH_EXPERTS = (
@@ -72,7 +84,9 @@ WITH_EXPERTS = (
     "qwen3_5_moe_text",
     "qwen3_next",
     "gpt_oss",
+    "minimax_m2",
 )
+TIED = ("qwen2", "smollm3")
 
 
 def tiny_tokenizer(vocab_size: int = 512) -> PreTrainedTokenizerFast:
@@ -122,7 +136,7 @@ def make_tiny_model(
 ) -> Path:
     """Write config, safetensors, generation config and tokenizer to `path`; returns it.
 
-    family: a key of FAMILIES.  tied: input and output embeddings share weights; None: only for qwen2.
+    family: a key of FAMILIES.  tied: input and output embeddings share weights; None: of TIED.
     ffn_size: None is twice the hidden size.  head_dim: None is hidden_size / num_heads; qwen2 allows nothing else.
     num_experts: of families that have any; 2 for each token. deepseek_v3: first layer dense, 2 groups of experts,
     one shared. config_changes: keys of config.json instead of the ones that this function would write.
@@ -140,7 +154,7 @@ def make_tiny_model(
         bos_token_id=BOS_ID,
         eos_token_id=EOS_ID,
         pad_token_id=PAD_ID,
-        tie_word_embeddings=family == "qwen2" if tied is None else tied,
+        tie_word_embeddings=family in TIED if tied is None else tied,
         initializer_range=initializer_range,
     )
     if family in ("deepseek_v3", "glm4_moe_lite"):
@@ -150,6 +164,9 @@ def make_tiny_model(
     elif head_dim not in (None, hidden_size // num_heads):
         raise ValueError(f"qwen2 has head_dim = hidden_size / num_heads, not {head_dim}")
     config |= _of_family(family, hidden_size, num_experts)
+    if family == "minimax_m2":
+        # transformers reads the first, SGLang the second.
+        config |= {"partial_rotary_factor": 0.5, "rotary_dim": config["head_dim"] // 2}
     if family in WITH_DELTA_NETS:
         config |= _delta_nets(num_layers, num_heads)
     config |= config_changes
@@ -293,6 +310,10 @@ def _of_family(family: str, hidden_size: int, num_experts: int) -> dict[str, Any
             "qk_rope_head_dim": 8,
             "v_head_dim": 12,
         }
+    if family == "minimax_m2":
+        return {"num_local_experts": num_experts, "num_experts_per_tok": 2}
+    if family == "smollm3":
+        return {"no_rope_layer_interval": 2}
     if family == "gpt_oss":
         return {
             "num_local_experts": num_experts,

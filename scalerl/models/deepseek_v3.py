@@ -7,7 +7,8 @@ attention reads it, so tensors are loaded unchanged.
 from __future__ import annotations
 
 from scalerl.models.mixture import Mixture
-from scalerl.models.table import ParamPattern, decoder_family, experts, mlp, router
+from scalerl.models.rules import decoder_family, experts, mlp, router
+from scalerl.models.table import ParamPattern
 
 _MEGATRON = "decoder.layers.{i}.self_attention"
 _HF = "model.layers.{i}.self_attn"

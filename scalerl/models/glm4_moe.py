@@ -7,7 +7,7 @@ config.json says which.
 from __future__ import annotations
 
 from scalerl.models.deepseek_v3 import MIXTURE, MIXTURE_RULES
-from scalerl.models.table import decoder_family
+from scalerl.models.rules import decoder_family
 
 FAMILY = decoder_family(
     "glm4_moe",

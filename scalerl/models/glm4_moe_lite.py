@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from scalerl.models.deepseek_v3 import ATTENTION, MIXTURE, MIXTURE_RULES
-from scalerl.models.table import decoder_family
+from scalerl.models.rules import decoder_family
 
 FAMILY = decoder_family(
     "glm4_moe_lite",

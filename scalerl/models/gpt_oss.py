@@ -6,7 +6,8 @@ A sink is a learned logit of a head that takes its share of the softmax and has 
 from __future__ import annotations
 
 from scalerl.models.mixture import Mixture
-from scalerl.models.table import Kind, ParamPattern, decoder_family, router
+from scalerl.models.rules import decoder_family, router
+from scalerl.models.table import Kind, ParamPattern
 
 _HF = "model.layers.{i}.mlp"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scalerl.models.mixture import Mixture
-from scalerl.models.table import decoder_family, experts, router
+from scalerl.models.rules import decoder_family, experts, router
 
 FAMILY = decoder_family(
     "mixtral",

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from scalerl.models.table import decoder_family
+from scalerl.models.rules import decoder_family
 
 FAMILY = decoder_family("qwen2", qkv_bias=True, defaults={"num_key_value_heads": 32}, refused=("use_sliding_window",))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scalerl.models.table import decoder_family
+from scalerl.models.rules import decoder_family
 
 FAMILY = decoder_family(
     "qwen3",

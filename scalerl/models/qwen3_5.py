@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scalerl.models.table import K_NORM, PROJ, Q_NORM, QKV_WEIGHT, ParamPattern, decoder_family, released
+from scalerl.models.rules import K_NORM, PROJ, Q_NORM, QKV_WEIGHT, decoder_family, released
+from scalerl.models.table import ParamPattern
 
 _MEGATRON = "decoder.layers.{i}.self_attention"
 _HF = "model.layers.{i}.linear_attn"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from scalerl.models.mixture import Mixture
 from scalerl.models.qwen3_5 import ATTENTION, DEFAULTS
-from scalerl.models.table import ParamPattern, decoder_family, experts, mlp, released, router
+from scalerl.models.rules import decoder_family, experts, mlp, released, router
+from scalerl.models.table import ParamPattern
 
 MIXTURE_RULES = (
     router("mlp.gate"),

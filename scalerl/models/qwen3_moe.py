@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from scalerl.models.mixture import Mixture
-from scalerl.models.table import decoder_family, experts, router
+from scalerl.models.rules import decoder_family, experts, router
 
 
 def is_mixture(config: Mapping[str, Any], layer: int) -> bool:

@@ -8,7 +8,7 @@ from scalerl.models.mixture import Mixture
 from scalerl.models.qwen3_5 import DEFAULTS, DELTA_NET, GATED_ATTENTION, IN_PROJ
 from scalerl.models.qwen3_5_moe import MIXTURE_RULES
 from scalerl.models.qwen3_moe import is_mixture
-from scalerl.models.table import decoder_family
+from scalerl.models.rules import decoder_family
 
 _IN_PROJ = replace(
     IN_PROJ,

@@ -7,10 +7,12 @@ from typing import Any
 
 from scalerl.models import (
     deepseek_v3,
+    glm4,
     glm4_moe,
     glm4_moe_lite,
     gpt_oss,
     llama,
+    minimax_m2,
     mistral,
     mixtral,
     qwen2,
@@ -19,6 +21,8 @@ from scalerl.models import (
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    seed_oss,
+    smollm3,
 )
 from scalerl.models.table import Family
 
@@ -30,12 +34,16 @@ _MODULES = (
     qwen3_moe,
     mixtral,
     deepseek_v3,
+    glm4,
     glm4_moe,
     glm4_moe_lite,
     qwen3_5,
     qwen3_5_moe,
     qwen3_next,
     gpt_oss,
+    seed_oss,
+    smollm3,
+    minimax_m2,
 )
 _RELEASED = (qwen3_5.RELEASED, qwen3_5_moe.RELEASED)
 FAMILIES: dict[str, Family] = {

@@ -41,6 +41,7 @@ DELTA_NET_KEYS = (
 LATENT_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _ORIGINAL = "original_max_position_embeddings"
 _PARTIAL = "partial_rotary_factor"
+_ROTARY_DIM = "rotary_dim"
 _TIED = "tie_word_embeddings"
 _ROPE_NUMBERS = {"rope_theta", _PARTIAL, *LLAMA3_ROPE_KEYS, *YARN_ROPE_KEYS}
 # Integers that a model may have as 0, and as null: none.
@@ -73,6 +74,10 @@ class ModelShape:
     experts sum to 1, before router_scale. router_has_bias: the router has a bias that affects the choice only.
     router_groups, router_top_groups: experts are chosen from the best router_top_groups of router_groups groups.
     partial_rotary_factor: the part of each head, from its first number on, that the rotary embedding turns.
+    rotary_interleaved: neighbours are the pairs that it turns, not the numbers of two halves.
+    nope_layers: True for each layer without rotary embedding (empty: none).
+    joint_qk_norm: queries are normed, and keys, over all heads together.
+    post_norms: the outputs of attention and MLP are normed before they are added to the residual.
     linear_layers: True for each layer with a gated delta net in the place of attention (empty: none).
     linear_num_key_heads .. linear_conv_kernel_dim: its sizes (0: none); linear_conv_kernel_dim tokens are seen by its
     convolution. attention_gate: attention's output is multiplied with the sigmoid of a gate. zero_centred_norms: norms
@@ -116,6 +121,10 @@ class ModelShape:
     router_scale: float = 1.0
     num_prediction_layers: int = 0
     partial_rotary_factor: float = 1.0
+    rotary_interleaved: bool = False
+    nope_layers: tuple[bool, ...] = ()
+    joint_qk_norm: bool = False
+    post_norms: bool = False
     linear_layers: tuple[bool, ...] = ()
     linear_num_key_heads: int = 0
     linear_num_value_heads: int = 0
@@ -163,7 +172,8 @@ class ModelShape:
         latent, latent_problems = _latent(config) if family.latent else ({}, [])
         delta_net, delta_net_problems = _delta_net(config) if family.delta_net else ({}, [])
         sliding, sliding_problems = _sliding(config) if family.sliding_layers else ({}, [])
-        problems += mixture_problems + latent_problems + delta_net_problems + sliding_problems
+        nope, nope_problems = _nope(config) if family.nope_layers else ({}, [])
+        problems += mixture_problems + latent_problems + delta_net_problems + sliding_problems + nope_problems
         heads = config["num_attention_heads"]
         kv_heads = (None if family.latent else config["num_key_value_heads"]) or heads
         if heads % kv_heads:
@@ -196,6 +206,7 @@ class ModelShape:
             **latent,
             **delta_net,
             **sliding,
+            **nope,
             **family.facts,
         )
 
@@ -378,6 +389,8 @@ def _rope(config: Mapping[str, Any], family: Family) -> tuple[float, dict[str, A
     partial = _partial_rotary_factor(config)
     is_refused = partial != 1.0 and _PARTIAL not in family.defaults
     problems = [f"{_PARTIAL} {partial} is not supported (only 1.0)"] if is_refused else []
+    if _ROTARY_DIM in family.defaults:
+        problems += _rotary_dim_problems(config[_ROTARY_DIM], config["head_dim"], partial)
     if isinstance(outside := config.get(_ORIGINAL), int) and outside != rope.get(_ORIGINAL, outside):
         problems.append(f"{_ORIGINAL} is {outside} beside the rope's {rope[_ORIGINAL]}: engines differ; leave one out")
     if rope_type == "default":
@@ -389,6 +402,17 @@ def _rope(config: Mapping[str, Any], family: Family) -> tuple[float, dict[str, A
         rope = (YARN_DEFAULTS if family.latent else DENSE_YARN_DEFAULTS) | rope
     problems += [f"rope type {rope_type} needs {key}" for key in supported[rope_type] if rope.get(key) is None]
     return theta, {"rope_type": rope_type} | {key: rope.get(key) for key in supported[rope_type]}, problems
+
+
+def _rotary_dim_problems(turned: int | None, head_dim: int, partial: float) -> list[str]:
+    """One sentence where the two keys for the part of each head that turns disagree.  turned: rotary_dim."""
+    wanted = int(head_dim * partial)
+    if (turned or head_dim) == wanted:
+        return []
+    return [
+        f"{_ROTARY_DIM} is {turned!r} (which SGLang reads) beside {_PARTIAL} {partial} of head_dim {head_dim} (which "
+        f"transformers reads): set {_PARTIAL} to {(turned or head_dim) / head_dim}, or {_ROTARY_DIM} to {wanted}"
+    ]
 
 
 def _latent(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -436,6 +460,17 @@ def _sliding(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if any(layers) and not window:
         return {}, [f"sliding_window is {window!r}, and layer_types names sliding_attention: give the window"]
     return {"sliding_layers": layers, "sliding_window": window or 0}, []
+
+
+def _nope(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Which layers have no rotary embedding, and one sentence per problem.  config: with the family's defaults."""
+    num_layers, turns = config["num_hidden_layers"], config.get("no_rope_layers")
+    if turns is None:
+        every = config["no_rope_layer_interval"]
+        turns = [int((layer + 1) % every != 0) for layer in range(num_layers)]
+    if not isinstance(turns, list) or len(turns) != num_layers or any(turn not in (0, 1) for turn in turns):
+        return {}, [f"no_rope_layers {turns!r} is not a list of {num_layers} numbers 0 (no rotary embedding) or 1"]
+    return {"nope_layers": tuple(not turn for turn in turns)}, []
 
 
 def _unsupported(config: Mapping[str, Any], family: Family) -> list[str]:

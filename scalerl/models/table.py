@@ -1,11 +1,12 @@
-"""Rules between Hugging Face tensors and Megatron-Core tensors, shared by all model families.
+"""Rules between Hugging Face tensors and Megatron-Core tensors, and the family that is made of them.
 
 Megatron-Core layouts (local layer spec), `tp` tensor-parallel ranks:
   qkv      rows by query group: [q heads of the group, k, v] x head_dim; whole groups per rank; with gated attention
            the rows of each query head are followed by those of its gate
   delta    rows by key head of a gated delta net: those that belong to the head of each part of each tensor, as
            `sections` say; whole key heads per rank
-  gate_up  per rank [gate rows; up rows]; joined over ranks [all gate rows; all up rows]
+  gate_up  per rank [gate rows; up rows]; joined over ranks [all gate rows; all up rows], which may be one Hugging Face
+           tensor, as `sections` say
   vocab    rows, zero padded to `padded_vocab_size`
   column   split over rows (dim 0); row: split over columns (dim 1); replicated: whole on every rank
 A tensor of an expert is split over the expert-tensor-parallel ranks instead, and one expert-parallel rank holds it.
@@ -17,7 +18,7 @@ A Hugging Face tensor may have the experts of a layer stacked (`Param.stacked`):
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -37,9 +38,8 @@ Where = Literal["every", "dense", "mixture", "linear", "full"]
 CHECKPOINT_MODEL_PREFIX = "model."
 # How the keys of a model begin in a checkpoint of its own; those of its optimizer begin with `optimizer.`.
 CHECKPOINT_MODEL_ROOTS = ("embedding.", "decoder.", "output_layer.")
-# Beginnings of the names of a model's tensors, and of layer i's, in Hugging Face files.
+# Beginning of the names of a model's tensors in Hugging Face files.
 HF_MODEL = "model."
-_HF_LAYER = f"{HF_MODEL}layers.{{i}}."
 # Name of a layer's mixture of experts in the models of transformers 5, whatever the files call it.
 MIXTURE_MODULE = "mlp"
 
@@ -91,6 +91,7 @@ def dim_sizes(shape: ModelShape) -> dict[str, int]:
         "expert_ffn": shape.moe_ffn_hidden_size,
         "shared_ffn": shape.shared_expert_ffn_hidden_size,
         "value": 1,
+        "gate_up_ffn": 2 * shape.ffn_hidden_size,
     }
     if shape.linear_layers:
         sizes |= _delta_sizes(shape)
@@ -149,7 +150,8 @@ class Param:
     those of expert-tensor parallelism.
     keeps_float32: stored, kept and exported as float32 whatever the model's dtype.
     joins_previous: an engine joins it with the tensor before it, and needs both in one bucket.
-    sections: of kind delta, the named dimensions of the parts that the rows of each tensor in `hf` consist of.
+    sections: the named dimensions of the parts that the rows of each tensor in `hf` consist of: of kind delta, and of
+    kind gate_up where gate and up are one tensor.
     stacked: its one Hugging Face tensor has all experts of the layer; `hf` names it once for each part, and `dims` are
     those of the parts.
     """
@@ -280,6 +282,8 @@ class Param:
                 parts.append(source[first : first + rows].unflatten(0, (-1, count)))
                 start += groups * count
             return parts
+        if self.kind == "gate_up" and self.sections:
+            return _halves(source, tp_rank, tp_size)
         if self.kind in ("gate_up", "column"):
             return [_rows(source, tp_rank, tp_size)]
         if self.kind == "vocab":
@@ -294,7 +298,8 @@ class Param:
         if self._is_grouped:
             return self._of_groups(out, shape)
         if self.kind == "gate_up":
-            return [[half] for half in out.chunk(2)]
+            halves = list(out.chunk(2))
+            return [halves] if self.sections else [[half] for half in halves]
         return [[out]]
 
     @property
@@ -347,7 +352,7 @@ class Param:
 
             of_tensors = self._of_groups(full, shape)
             parts = [torch.cat([part.flatten(0, 1) for part in views]) for views in of_tensors]
-        elif self.kind == "gate_up":
+        elif self.kind == "gate_up" and not self.sections:
             parts = list(full.chunk(2))
         elif self.kind == "vocab":
             parts = [full[: shape.vocab_size]]
@@ -402,7 +407,7 @@ class Param:
         sizes = {
             "qkv": {"num_attention_heads": shape.num_attention_heads, "num_key_value_heads": shape.num_kv_heads},
             "delta": {"linear_num_key_heads": shape.linear_num_key_heads},
-            "gate_up": {"intermediate_size": dim_sizes(shape)[self.dims[0][0]]},
+            "gate_up": {"intermediate_size": self.joined_shape(shape)[0] // 2},
             "column": {"rows": self.joined_shape(shape)[0]},
             "row": {"columns": self.joined_shape(shape)[-1]},
         }
@@ -420,6 +425,13 @@ class Param:
 
 def _rows(source: LazyTensor, rank: int, num_parts: int) -> torch.Tensor:
     return source[_span(source.get_shape()[0], rank, num_parts)]
+
+
+def _halves(source: LazyTensor, rank: int, num_parts: int) -> list[torch.Tensor]:
+    """A rank's rows of the first half of a tensor, and of the second."""
+    half = source.get_shape()[0] // 2
+    span = _span(half, rank, num_parts)
+    return [source[start + span.start : start + span.stop] for start in (0, half)]
 
 
 def _span(size: int, rank: int, num_parts: int) -> slice:
@@ -483,6 +495,10 @@ class ParamPattern:
         return Param(fill(self.name), hf, self.kind, self.dims, layer, stage_part, expert, *flags)
 
 
+# Head of critics and reward models: transformers' *ForSequenceClassification with one label.
+VALUE_HEAD = ParamPattern("output_layer.weight", ("score.weight",), "replicated", (("value", "hidden"),))
+
+
 @dataclass(frozen=True)
 class Family:
     """A model family as data: the rules of its parameters, and the facts that its config.json leaves out.
@@ -501,6 +517,7 @@ class Family:
     full_attention_interval); attention has an output gate, and norms multiply with 1 + weight.
     qk_norm, qkv_bias: norms of each query and key head, biases of queries, keys and values; a text is the config.json
     key that says whether a model has them.
+    nope_layers: no_rope_layers, or no_rope_layer_interval, says which layers have no rotary embedding.
     sliding_layers: layer_types says which layers see `sliding_window` tokens alone.
     facts: fields of ModelShape that are the same for every model of the family.
     """
@@ -523,6 +540,7 @@ class Family:
     untrained: tuple[str, ...] = ()
     stacks_experts: bool = False
     sliding_layers: bool = False
+    nope_layers: bool = False
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -613,187 +631,3 @@ def stacked_shapes(sizes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int,
             whole, expert, _, parts = place
             stacked[whole] = (expert + 1, parts * rows, *columns)
     return stacked
-
-
-# Rules that families choose from.
-
-EMBEDDING = ParamPattern(
-    "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab", (("vocab", "hidden"),)
-)
-FINAL_NORM = ParamPattern("decoder.final_layernorm.weight", ("model.norm.weight",), "replicated", (("hidden",),))
-HEAD = ParamPattern("output_layer.weight", ("lm_head.weight",), "vocab", (("vocab", "hidden"),))
-# Head of critics and reward models: transformers' *ForSequenceClassification with one label.
-VALUE_HEAD = ParamPattern("output_layer.weight", ("score.weight",), "replicated", (("value", "hidden"),))
-
-
-def _qkv(suffix: str, tail: tuple[str, ...], given: str = "") -> ParamPattern:
-    return ParamPattern(
-        f"decoder.layers.{{i}}.self_attention.linear_qkv.{suffix}",
-        tuple(f"model.layers.{{i}}.self_attn.{p}_proj.{suffix}" for p in "qkv"),
-        "qkv",
-        tuple((rows, *tail) for rows in ("q", "kv", "kv")),
-        given=given,
-    )
-
-
-def _norm(name: str, hf: str, dim: str, given: str = "") -> ParamPattern:
-    return ParamPattern(
-        f"decoder.layers.{{i}}.{name}.weight",
-        (f"model.layers.{{i}}.{hf}.weight",),
-        "replicated",
-        ((dim,),),
-        given=given,
-    )
-
-
-INPUT_NORM = _norm("input_layernorm", "input_layernorm", "hidden")
-QKV_WEIGHT = _qkv("weight", ("hidden",))
-QKV_BIAS = _qkv("bias", (), given="qkv_bias")
-Q_NORM = _norm("self_attention.q_layernorm", "self_attn.q_norm", "head_dim", given="qk_norm")
-K_NORM = _norm("self_attention.k_layernorm", "self_attn.k_norm", "head_dim", given="qk_norm")
-PROJ = ParamPattern(
-    "decoder.layers.{i}.self_attention.linear_proj.weight",
-    (f"{_HF_LAYER}self_attn.o_proj.weight",),
-    "row",
-    (("hidden", "q"),),
-)
-PROJ_BIAS = ParamPattern(
-    "decoder.layers.{i}.self_attention.linear_proj.bias",
-    (f"{_HF_LAYER}self_attn.o_proj.bias",),
-    "replicated",
-    (("hidden",),),
-    given="linear_bias",
-)
-SINKS = ParamPattern(
-    "decoder.layers.{i}.self_attention.core_attention.sinks",
-    (f"{_HF_LAYER}self_attn.sinks",),
-    "column",
-    (("heads",),),
-    given="attention_sinks",
-)
-MLP_NORM = _norm("pre_mlp_layernorm", "post_attention_layernorm", "hidden")
-
-
-def mlp(
-    name: str,
-    hf: str,
-    width: str,
-    *,
-    where: Where,
-    parts: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
-    given: str = "",
-) -> tuple[ParamPattern, ParamPattern]:
-    """Rules of a SwiGLU MLP: gate and up in one matrix, then down.
-
-    name, hf: paths inside the layer.  parts: Hugging Face names of gate, up and down.
-    """
-    gate, up, down = (f"{_HF_LAYER}{hf}.{part}.weight" for part in parts)
-    path = f"decoder.layers.{{i}}.{name}"
-    return (
-        ParamPattern(f"{path}.linear_fc1.weight", (gate, up), "gate_up", ((width, "hidden"),) * 2, where, given),
-        ParamPattern(f"{path}.linear_fc2.weight", (down,), "row", (("hidden", width),), where, given),
-    )
-
-
-DENSE_MLP = mlp("mlp", "mlp", "ffn", where="dense")
-
-
-def router(hf: str) -> ParamPattern:
-    """The rule of a router.  hf: its path inside the layer."""
-    return ParamPattern(
-        "decoder.layers.{i}.mlp.router.weight",
-        (f"{_HF_LAYER}{hf}.weight",),
-        "replicated",
-        (("experts", "hidden"),),
-        "mixture",
-    )
-
-
-def experts(hf: str, parts: Sequence[str] = ("gate_proj", "up_proj", "down_proj")) -> tuple[ParamPattern, ParamPattern]:
-    """The rules of an expert.  hf: its path inside the layer, with `{e}`."""
-    return mlp("mlp.experts.local_experts.{e}", hf, "expert_ffn", where="mixture", parts=parts)
-
-
-def released(text: Family, model_type: str, *, stacks_experts: bool = False) -> Family:
-    """The family of files of a model with a vision tower, whose language model is of the family `text`.
-
-    The tower's tensors and those of layers that predict further tokens are left as they are.
-    """
-    prefix = "model.language_model."
-
-    def named(rules: Iterable[ParamPattern]) -> tuple[ParamPattern, ...]:
-        return tuple(
-            replace(rule, hf=tuple(prefix + name.removeprefix(HF_MODEL) for name in rule.hf)) for rule in rules
-        )
-
-    return replace(
-        text,
-        model_type=model_type,
-        first=named(text.first),
-        layer=named(text.layer),
-        last=named(text.last),
-        prefix=prefix,
-        text_config="text_config",
-        untrained=("model.visual.", *text.untrained),
-        stacks_experts=stacks_experts,
-    )
-
-
-# What transformers takes for keys that most families' config.json may leave out. num_key_value_heads None: as many as
-# heads of queries; head_dim None: hidden_size / num_attention_heads.
-_DEFAULTS = {
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "hidden_act": "silu",
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "eos_token_id": None,
-}
-
-
-def decoder_family(
-    model_type: str,
-    *,
-    qk_norm: bool | str = False,
-    qkv_bias: bool | str = False,
-    defaults: Mapping[str, Any] | None = None,
-    refused: Sequence[str] = (),
-    window: str = "",
-    mixture: Mixture | None = None,
-    mixture_rules: Iterable[ParamPattern] = (),
-    attention: Iterable[ParamPattern] | None = None,
-    delta_net: bool = False,
-    untrained: Sequence[str] = (),
-    sliding_layers: bool = False,
-    facts: Mapping[str, Any] | None = None,
-) -> Family:
-    """A family of pre-norm decoders with SwiGLU and RMSNorm.
-
-    defaults: where they are others than `_DEFAULTS`, or of further keys.
-    attention: rules in place of those of grouped-query attention: of latent attention, or (delta_net) of gated delta
-    nets and the attention between them.
-    """
-    latent = attention is not None and not delta_net
-    flags = [flag for flag in (qk_norm, qkv_bias) if isinstance(flag, str)]
-    if attention is None:
-        attention = (QKV_WEIGHT, QKV_BIAS, Q_NORM, K_NORM, PROJ, PROJ_BIAS, SINKS)
-    return Family(
-        model_type=model_type,
-        first=(EMBEDDING,),
-        layer=(INPUT_NORM, *attention, MLP_NORM, *DENSE_MLP, *mixture_rules),
-        last=(FINAL_NORM,),
-        head=HEAD,
-        qk_norm=qk_norm,
-        qkv_bias=qkv_bias,
-        defaults={**_DEFAULTS, **dict.fromkeys((*refused, *flags), False), **(defaults or {})},
-        refused=tuple(refused),
-        window=window,
-        mixture=mixture,
-        latent=latent,
-        delta_net=delta_net,
-        untrained=tuple(untrained),
-        sliding_layers=sliding_layers,
-        facts=facts or {},
-    )

@@ -26,8 +26,9 @@ from scalerl.models.block_scales import (
     without_quantization,
 )
 from scalerl.models.mxfp4 import BLOCKS_SUFFIX, SCALES_SUFFIX, Mxfp4Tensor
+from scalerl.models.rules import EMBEDDING, HEAD
 from scalerl.models.shape import ModelShape, read_config
-from scalerl.models.table import EMBEDDING, HEAD, HF_MODEL, Family, LazyTensor, stacked_place
+from scalerl.models.table import HF_MODEL, Family, LazyTensor, stacked_place
 
 if TYPE_CHECKING:
     import torch

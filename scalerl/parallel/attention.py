@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from itertools import groupby
 from typing import Any
@@ -45,6 +45,23 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
         mark(self.weight, sequence_parallel=config.sequence_parallel)
+
+
+class PostNorm(RMSNorm):
+    """RMSNorm of what attention or MLP adds to the residual, in the place of megatron's sum of both and a bias.
+
+    There is no bias, and no dropout.
+    """
+
+    def forward(self, *_: bool) -> Callable[..., Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Returns what megatron calls with (output, bias), residual and share of dropout."""
+        return self._sum
+
+    def _sum(self, output_and_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
+        output, _ = output_and_bias
+        # megatron calls it with gradients in passes without them, too.
+        with torch.set_grad_enabled(output.requires_grad):
+            return residual + super().forward(output)
 
 
 class ZeroCentredRMSNorm(RMSNorm):
@@ -110,15 +127,18 @@ def _yarn(frequencies: Tensor, scaling: dict, theta: float) -> tuple[Tensor, flo
     return blended, 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def rotate_pairs(x: Tensor, cos_sin: Tensor) -> Tensor:
+def rotate_pairs(x: Tensor, cos_sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotates x [T, heads, d]: of its first r numbers pairs (i, i + r / 2) turn by their angle.
 
-    cos_sin: [2, T, r / 2]. In float32, returned in x's dtype.
+    cos_sin: [2, T, r / 2]. interleaved: pairs (2 i, 2 i + 1). In float32, returned in x's dtype.
     """
     cos, sin = cos_sin[:, :, None]
     num_pairs = cos_sin.shape[-1]
-    first, second, rest = x.float().split([num_pairs, num_pairs, x.shape[-1] - 2 * num_pairs], dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1).to(x.dtype)
+    turned, rest = x.float().split([2 * num_pairs, x.shape[-1] - 2 * num_pairs], dim=-1)
+    first, second = turned.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else turned.chunk(2, dim=-1)
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    turned = torch.stack(parts, dim=-1).flatten(-2) if interleaved else torch.cat(parts, dim=-1)
+    return torch.cat([turned, rest], dim=-1).to(x.dtype)
 
 
 @lru_cache(maxsize=1)
@@ -126,13 +146,24 @@ def _compiled_rotate() -> Any:
     return torch.compile(rotate_pairs, dynamic=True)
 
 
-def rotate_queries_and_keys(query: Tensor, key: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Rotates queries and keys, as `rotate_pairs`. cos_sin None: they have been rotated already."""
-    if cos_sin is None:
-        return query, key
-    # On CUDA one kernel instead of five.
-    turn = _compiled_rotate() if query.is_cuda else rotate_pairs
-    return turn(query, cos_sin), turn(key, cos_sin)
+class RotateQueriesAndKeys:
+    """The rotation of a layer's queries and keys."""
+
+    def __init__(self, layer_number: int, *, interleaved: bool = False, nope_layers: Sequence[int] = ()) -> None:
+        """layer_number: from 1 on over the whole model.  interleaved: as of `rotate_pairs`.
+
+        nope_layers: for each layer of the model whether it has no rotary embedding; empty: all have one.
+        """
+        self.interleaved = interleaved
+        self.is_nope = bool(nope_layers) and bool(nope_layers[layer_number - 1])
+
+    def __call__(self, query: Tensor, key: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Rotates as `rotate_pairs`. cos_sin None: they have been rotated already."""
+        if cos_sin is None or self.is_nope:
+            return query, key
+        # On CUDA one kernel instead of five.
+        turn = _compiled_rotate() if query.is_cuda else rotate_pairs
+        return turn(query, cos_sin, self.interleaved), turn(key, cos_sin, self.interleaved)
 
 
 class PackedAttention(torch.nn.Module):
@@ -151,11 +182,14 @@ class PackedAttention(torch.nn.Module):
         attention_type: str,
         softmax_scale: float | None = None,
         cp_group: Any = None,
+        rotary: Mapping[str, Any] | None = None,
         **_: Any,
     ) -> None:
+        """rotary: arguments of `RotateQueriesAndKeys`."""
         super().__init__()
         self.softmax_scale = softmax_scale
         self.cp_group = cp_group
+        self.rotate = RotateQueriesAndKeys(layer_number, **(rotary or {}))
         if config.context_parallel_size > 1 and cp_group is None:
             raise ValueError("context parallelism needs the cp group: ModuleSpec(PackedAttention, {'cp_group': ...})")
 
@@ -174,7 +208,7 @@ class PackedAttention(torch.nn.Module):
         t: this cp rank's tokens, P / cp.
         """
         packing = packed_seq_params
-        query, key = rotate_queries_and_keys(query, key, packing.cos_sin)
+        query, key = self.rotate(query, key, packing.cos_sin)
         if packing.order is not None and packing.natural is not None:
             query, key, value = heads_to_tokens(query, key, value, packing.natural, self.cp_group)
         # The fused kernels want one head size, on a CPU too: other ones make whole matrices of scores. Zeros after a

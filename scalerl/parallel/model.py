@@ -30,9 +30,10 @@ from torch import Tensor
 from scalerl.config.value_checks import show
 from scalerl.errors import UserError
 from scalerl.models import ModelShape, padded_vocab_size
-from scalerl.parallel.attention import PackedAttention, RMSNorm, ZeroCentredRMSNorm
+from scalerl.parallel.attention import PackedAttention, PostNorm, RMSNorm, ZeroCentredRMSNorm
 from scalerl.parallel.delta_net import GatedDeltaNet, GatedSelfAttention
 from scalerl.parallel.experts import mixture_config, mixture_layer_spec
+from scalerl.parallel.joint_norm import JointlyNormedAttention
 from scalerl.parallel.layout import mark
 from scalerl.parallel.megatron_overrides import transformer_values
 from scalerl.parallel.sink_attention import sink_attention
@@ -69,6 +70,8 @@ def transformer_config(shape: ModelShape, config: MegatronConfig, groups: Groups
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         attention_output_gate=shape.attention_gate,
+        rotary_interleaved=shape.rotary_interleaved,
+        no_rope_freq=[int(is_nope) for is_nope in shape.nope_layers] or None,
         gated_linear_unit=True,
         activation_func=F.silu,
         hidden_dropout=0.0,
@@ -136,11 +139,12 @@ def _finalize_grads(model: list, num_tokens: torch.Tensor | None = None, **kwarg
 
 def core_attention(config: TransformerConfig, groups: Groups) -> ModuleSpec:
     """The spec of each layer's rotary embedding and attention: torch's, or Transformer Engine's with cp_comm_type."""
+    rotary = {"interleaved": config.rotary_interleaved, "nope_layers": config.no_rope_freq or ()}
     if config.cp_comm_type is None:
-        return ModuleSpec(module=PackedAttention, params={"cp_group": groups.cp})
+        return ModuleSpec(module=PackedAttention, params={"cp_group": groups.cp, "rotary": rotary})
     require_transformer_engine()
     assert config.cp_comm_type != "a2a+p2p" or groups.hierarchical_cp, "megatron's groups were made without those of cp"
-    return ModuleSpec(module=TransformerEngineAttention)
+    return ModuleSpec(module=TransformerEngineAttention, params={"rotary": rotary})
 
 
 def _block(layer_specs: list[ModuleSpec], norm: Any) -> Any:
@@ -159,6 +163,9 @@ def build_model(shape: ModelShape, config: TransformerConfig, groups: Groups) ->
     submodules: Any = layer.submodules
     submodules.input_layernorm = norm
     submodules.pre_mlp_layernorm = norm
+    if shape.post_norms:
+        sizes = {"config": config, "hidden_size": shape.hidden_size, "eps": config.layernorm_epsilon}
+        submodules.self_attn_bda = submodules.mlp_bda = ModuleSpec(module=PostNorm, params=sizes)
     # Checkpoint keys are the parameter names of models/, not transformer-engine's fused ones.
     submodules.sharded_state_dict_keys_map = {}
     attention = submodules.self_attention.submodules
@@ -169,6 +176,8 @@ def build_model(shape: ModelShape, config: TransformerConfig, groups: Groups) ->
         attention.q_layernorm = attention.k_layernorm = norm
     if shape.attention_gate:
         submodules.self_attention.module = GatedSelfAttention
+    if shape.joint_qk_norm:
+        submodules.self_attention.module = JointlyNormedAttention
     layers_of_model = _layers(shape, layer, groups)
     chunks = groups.layout.layers(shape.num_layers, groups.coordinates.pp_rank)
     models = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +10,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from scalerl.parallel.attention import rotate_queries_and_keys
+from scalerl.parallel.attention import RotateQueriesAndKeys
 from scalerl.parallel.micro_batch import Packing
 
 if TYPE_CHECKING:
@@ -49,12 +50,16 @@ class TransformerEngineAttention(torch.nn.Module):
     keeps its part of the tokens in the order of `ulysses.zigzag_order`.
     """
 
-    def __init__(self, config: TransformerConfig, **options: Any) -> None:
-        """Makes Transformer Engine's attention.  options: what megatron gives to a core attention."""
+    def __init__(self, config: TransformerConfig, rotary: Mapping[str, Any], **options: Any) -> None:
+        """Makes Transformer Engine's attention.
+
+        rotary: arguments of `RotateQueriesAndKeys`.  options: what megatron gives to a core attention.
+        """
         super().__init__()
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
         self.attention = TEDotProductAttention(config, **options)
+        self.rotate = RotateQueriesAndKeys(options["layer_number"], **rotary)
 
     def forward(
         self,
@@ -70,7 +75,7 @@ class TransformerEngineAttention(torch.nn.Module):
 
         t: this cp rank's tokens, P / cp. CUDA, bfloat16 or float16.
         """
-        query, key = rotate_queries_and_keys(query, key, packed_seq_params.cos_sin)
+        query, key = self.rotate(query, key, packed_seq_params.cos_sin)
         out = self.attention(
             query,
             key,

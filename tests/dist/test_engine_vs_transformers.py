@@ -195,7 +195,7 @@ def of_files(family: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
                 file_tensors |= {f"{prefix}.{expert}.{n}.weight": p for n, p in zip(names, parts, strict=True)}
         else:
             file_tensors[name] = tensor
-    if family == "mixtral":
+    if family in ("mixtral", "minimax_m2"):
         of_mixtral = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2", "mlp": "block_sparse_moe"}
         file_tensors = {
             ".".join(of_mixtral.get(part, part) for part in name.split(".")): x for name, x in file_tensors.items()

@@ -166,6 +166,8 @@ def make_model(directory: Path, family: str) -> Path:
     path = make_tiny_model(directory, family, num_layers=4, initializer_range=0.1, seed=seed)
     config = json.loads((path / "config.json").read_text())
     config["rope_parameters"]["rope_theta"] = 10.0
+    if family == "glm4":
+        config["rope_parameters"]["partial_rotary_factor"] = 1.0
     if family in WITH_DELTA_NETS:
         config["rms_norm_eps"] = 1e-2
     (path / "config.json").write_text(json.dumps(config))
@@ -287,6 +289,7 @@ IN_SMALL: dict[str, tuple[str, dict[str, int]]] = {
     "qwen3-235b-a22b-grpo-128": ("qwen3_moe", MIXTURE_LAYOUTS["ep2_pp2"]),
     "deepseek-v3-grpo-512": ("deepseek_v3", dict(world_size=4, pp_size=2, first_stage_layers=1, ep_size=2)),
     "kimi-k2-grpo-512": ("deepseek_v3", dict(world_size=4, pp_size=2, first_stage_layers=1, ep_size=2)),
+    "glm-4-32b-grpo-32": ("glm4", dict(world_size=4, tp_size=2, pp_size=2, first_stage_layers=1)),
     "glm-4.6-grpo-256": ("glm4_moe", MIXTURE_LAYOUTS["ep2_pp2"]),
     "qwen3.5-35b-a3b-grpo-32": ("qwen3_5_moe_text", dict(world_size=4, tp_size=2, ep_size=2)),
     "qwen3.5-397b-a17b-grpo-256": ("qwen3_5_moe_text", MIXTURE_LAYOUTS["ep2_pp2"]),

@@ -63,6 +63,8 @@ def logprobs_of_transformers(model: str) -> list[Tensor]:
             ("qwen3", "cp2", {}),
             ("llama", "tp2", {"beta_fast": 8.0, "beta_slow": 2.0}),
             ("qwen2", "one", {"truncate": False}),
+            # It turns half of each head, and by neighbours.
+            ("glm4", "one", {}),
         ],
         lambda case: case[:2] == ("qwen3", "one"),
     ),

@@ -26,9 +26,14 @@ WIDTH_KEY = {
     "mixtral": "intermediate_size",
     "glm4_moe": "moe_intermediate_size",
     "gpt_oss": "intermediate_size",
+    "minimax_m2": "intermediate_size",
 }
 WIDTH = {(1, 1): 40, (2, 1): 48, (2, 2): 24}
 SPOILED = {
+    "minimax_m2": (
+        "model.layers.1.block_sparse_moe.experts.2.w2.weight",
+        "model.layers.1.block_sparse_moe.experts.w2_weight",
+    ),
     "glm4_moe": ("model.layers.1.mlp.experts.2.up_proj.weight", "model.layers.1.mlp.experts.w13_weight"),
     "gpt_oss": ("model.layers.1.mlp.experts.down_proj", "model.layers.1.mlp.experts.w2_weight"),
     "qwen3_moe": ("model.layers.1.mlp.experts.2.up_proj.weight", "model.layers.1.mlp.experts.w13_weight"),
@@ -68,6 +73,8 @@ def test_every_family_that_is_said_to_be_known_is_here() -> None:
     ("gpt_oss", 1, 1),
     pytest.param("gpt_oss", 2, 1, marks=[TWO_CORES, pytest.mark.full]),
     pytest.param("glm4_moe", 2, 2, marks=[TWO_CORES, pytest.mark.full]),
+    pytest.param("minimax_m2", 1, 1, marks=pytest.mark.full),
+    pytest.param("minimax_m2", 2, 2, marks=[TWO_CORES, pytest.mark.full]),
 ])  # fmt: skip
 def test_checksums_of_a_mixture(
     start_engine: Callable[..., Engine], tmp_path: Path, family: str, tp_size: int, ep_size: int

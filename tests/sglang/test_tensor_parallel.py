@@ -51,7 +51,7 @@ def engine(start_engine: Callable[..., Engine], old: Model) -> Iterator[Engine]:
 # The first is that of the last test.
 @pytest.mark.shows("sync", "serve", layout="sglang tp2")
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["qwen2", "llama", "mistral"], indirect=True)
+@pytest.mark.parametrize("family", ["qwen2", "llama", "mistral", "glm4", "seed_oss", "smollm3"], indirect=True)
 def test_update_and_checksums_with_two_ranks(engine: Engine, old: Model, tmp_path: Path, family: str) -> None:
     new = make(tmp_path / "new", family, seed=1)
     config = old.hf.config.to_dict()

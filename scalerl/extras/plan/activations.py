@@ -92,7 +92,7 @@ def layer_bytes(
 def _layer(sizes: _Sizes, is_mixture: bool, is_linear: bool, recomputed: set[str]) -> float:
     norm = sizes.norm(sizes.shape.hidden_size) * sizes.part
     # A norm that is computed again keeps the residual before it, and not its own output.
-    norms = 2 * (sizes.hidden if "layernorm" in recomputed else norm)
+    norms = 2 * (sizes.hidden if "layernorm" in recomputed else norm) + 2 * norm * sizes.shape.post_norms
     if is_linear:
         attention = _delta_net(sizes, recomputed)
     elif sizes.shape.kv_lora_rank is not None:
@@ -122,6 +122,9 @@ def _grouped(sizes: _Sizes, recomputed: set[str]) -> float:
     repeated = max(key, shape.head_dim * sizes.layout.cp_size) if over_cp else key
     statistics = FLOAT * heads
     kept = _input_of_linear(sizes, recomputed)
+    if shape.joint_qk_norm:
+        # In torch's operations: numbers in float32, and normed ones.
+        kept += 2 * FLOAT * (query + key)
     if shape.qk_norm and not sizes.is_fused:
         kept += sizes.norm(query) + sizes.norm(key) + FLOAT * (heads + kv_heads - 2)
     elif shape.qk_norm:

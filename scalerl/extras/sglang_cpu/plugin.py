@@ -1,5 +1,5 @@
 """SGLang plugin for a CPU: torch's attention without triton, also for DeepSeek, experts that ranks share, gated delta
-nets, and weights in fp8.
+nets, MiniMax-M2's norms, and weights in fp8.
 
 SGLang calls `register` in each of its processes, before it reads its arguments. It finds it by the entry point among
 the import stand-ins (`stand_ins/*.dist-info`), so only if these are on PYTHONPATH.
@@ -52,6 +52,8 @@ def register() -> None:
     HookRegistry.register(capturer, _with_unpinned_memory, HookType.AROUND)
     load = "sglang.srt.models.gpt_oss.GptOssForCausalLM.load_weights"
     HookRegistry.register(load, _with_own_biases, HookType.AROUND)
+    norm = "sglang.srt.models.minimax_m2.MiniMaxM2QKRMSNorm.forward"
+    HookRegistry.register(norm, _joint_norm, HookType.REPLACE)
     if multiprocessing.parent_process() is None:
         _fork_its_processes()
 
@@ -106,6 +108,25 @@ def _with_own_biases(
     """
     own = ((name, tensor.clone() if name.endswith("down_proj_bias") else tensor) for name, tensor in weights)
     return load(model, own, *args)
+
+
+def _joint_norm(norms: Any, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """MiniMax-M2's RMSNorm of queries over the heads of all ranks, and of keys. SGLang's is a triton kernel.
+
+    query, key: [tokens, heads of this rank * head_dim].
+    """
+    import torch
+    from sglang.srt.layers.dp_attention import attn_tp_all_reduce
+
+    num_ranks = norms._q_norm.attn_tp_size
+    squares = torch.stack([x.float().square().mean(-1) for x in (query, key)])
+    if num_ranks > 1:
+        squares = attn_tp_all_reduce(squares) / num_ranks
+    query, key = (
+        (x.float() * torch.rsqrt(square + norm.variance_epsilon)[:, None] * norm.weight.float()).to(x.dtype)
+        for x, square, norm in zip((query, key), squares, (norms._q_norm, norms._k_norm), strict=True)
+    )
+    return query, key
 
 
 def _experts_of_this_rank(

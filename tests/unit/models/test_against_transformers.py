@@ -74,6 +74,8 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 4,
         "v_head_dim": 8,
     },
+    # The default of pad_token_id is beyond this vocabulary, as that of smollm3.
+    "glm4": {"head_dim": 8, "attention_bias": False, "partial_rotary_factor": 0.25, "pad_token_id": 0},
     "glm4_moe": {
         "head_dim": 8,
         "attention_bias": False,
@@ -91,6 +93,23 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     },
 }
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "truncate": False}
+OF_FAMILY["seed_oss"] = {"head_dim": 4, "attention_bias": False, "attention_out_bias": False, "mlp_bias": False}
+OF_FAMILY["smollm3"] = {
+    "pad_token_id": 0,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "sliding_window": 64,
+    "no_rope_layer_interval": 2,
+}
+OF_FAMILY["minimax_m2"] = {
+    "head_dim": 8,
+    "tie_word_embeddings": False,
+    "partial_rotary_factor": 1.0,
+    "rotary_dim": None,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 OF_FAMILY["gpt_oss"] = {
     "head_dim": 4,
     "attention_bias": True,
@@ -176,6 +195,16 @@ ODD: list[dict[str, Any]] = [
     {"linear_num_value_heads": 5},
     {"linear_num_key_heads": 0},
     {"partial_rotary_factor": 0.75},
+    {"no_rope_layers": [1, 0, 0, 1]},
+    {"no_rope_layers": [1, 0]},
+    {"no_rope_layers": []},
+    {"no_rope_layers": None},
+    {"no_rope_layer_interval": 0},
+    {"no_rope_layer_interval": 1},
+    {"attention_out_bias": True},
+    {"mlp_bias": True},
+    {"rotary_dim": 6},
+    {"rotary_dim": 4, "partial_rotary_factor": 0.5},
     {"partial_rotary_factor": "0.5"},
     {"rope_parameters": {"rope_theta": 2e4, "rope_type": "default", "partial_rotary_factor": 0.75}},
 ]
@@ -203,6 +232,7 @@ def theirs(directory: Path, config: dict[str, Any]) -> dict[str, Any] | str:
         "biases": attention is not None and attention.o_proj.bias is not None,
         "eps": getattr(model.model.norm, "variance_epsilon", None) or model.model.norm.eps,
         "attends": tuple(a is not None for a in attentions),
+        "rotary": tuple(bool(getattr(a, "use_rope", True)) for a in attentions),
         "tied": hf.tie_word_embeddings,
         "activation": hf.hidden_act,
         "window": window if window and window < hf.max_position_embeddings else None,
@@ -242,6 +272,7 @@ def ours(config: dict[str, Any]) -> dict[str, Any] | str:
         "parameters": sum(math.prod(size) for name, size in sizes.items() if not name.endswith("correction_bias")),
         "o_proj": sizes[o_proj] if o_proj else None,
         "attends": attends,
+        "rotary": tuple(not is_nope for is_nope in shape.nope_layers) or (True,) * shape.num_layers,
         "biases": shape.linear_bias,
         "eps": shape.norm_eps,
         "tied": shape.tie_word_embeddings,
@@ -289,12 +320,12 @@ def test_odd_config_is_what_transformers_makes_of_it(tmp_path, family):
     """Keys left out, null, of another type, in two places: refused, or the model that transformers builds."""
     config = BASE | OF_FAMILY[family] | {"model_type": family}
     wrong = list(disagreements(tmp_path, "whole", config, must_read=True))
-    for key in config.keys() - {"model_type"}:
+    for key in config.keys() - {"model_type", "pad_token_id"}:
         rest = {name: value for name, value in config.items() if name != key}
         # A value that decides the numbers is refused, or the family's default.
         wrong += disagreements(tmp_path, f"without {key}", rest, must_read=key in FAMILIES[family].defaults)
         # transformers reads null as 0 where the head's size of these is missing, and fails later.
-        if key != "head_dim" or family not in ("qwen3_moe", "glm4_moe"):
+        if key != "head_dim" or family not in ("qwen3_moe", "glm4", "glm4_moe"):
             wrong += disagreements(tmp_path, f"{key} null", config | {key: None})
     for change in ODD:
         wrong += disagreements(tmp_path, str(change), config | change)

@@ -86,6 +86,19 @@ def test_eos_tokens_of_both_files(tmp_path):
             OF_EXPERTS["deepseek_v3"] | {"model_type": "deepseek_v3", "topk_method": "greedy"},
             "topk_method 'greedy' is not supported .only 'noaux_tc'",
         ),
+        # As MiniMax-M2's published config.json has it.
+        (
+            OF_EXPERTS["mixtral"] | {"model_type": "minimax_m2", "rotary_dim": 64},
+            "rotary_dim is 64 .* beside partial_rotary_factor 1.0 of head_dim 128 .*set partial_rotary_factor to 0.5, "
+            "or rotary_dim to 128",
+        ),
+        (
+            OF_EXPERTS["mixtral"] | {"model_type": "minimax_m2", "partial_rotary_factor": 0.5},
+            "rotary_dim is None .* beside partial_rotary_factor 0.5 .*, or rotary_dim to 64",
+        ),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 2]}, "no_rope_layers .1, 2. is not a list of 2 numbers"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers .1. is not a list of 2 numbers"),
+        ({"model_type": "seed_oss", "attention_out_bias": True}, "attention_out_bias True"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window"),
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias"),
         ({"attention_bias": True}, "attention_bias"),

@@ -66,7 +66,7 @@ def test_tokens_are_where_transformer_engine_looks_for_them() -> None:
 
 
 def configured(comm_type: str | None) -> SimpleNamespace:
-    return SimpleNamespace(cp_comm_type=comm_type, context_parallel_size=1)
+    return SimpleNamespace(cp_comm_type=comm_type, context_parallel_size=1, rotary_interleaved=False, no_rope_freq=None)
 
 
 GROUPS = SimpleNamespace(cp=None, hierarchical_cp=())

@@ -42,7 +42,11 @@ def file_tensors(model: PreTrainedModel, model_type: str | None = None) -> dict[
                     tensors[f"{layer}{expert_name.format(e=expert)}.weight"] = view
         else:
             tensors[name.replace(f".{MIXTURE_MODULE}.", f".{mixture}.")] = tensor
-    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    biases = {
+        name.replace(f".{MIXTURE_MODULE}.", f".{mixture}."): buffer
+        for name, buffer in model.named_buffers()
+        if name.endswith("e_score_correction_bias")
+    }
     return {
         begin + name.removeprefix(HF_MODEL) if name.startswith(HF_MODEL) else name: tensor
         for name, tensor in (tensors | biases).items()

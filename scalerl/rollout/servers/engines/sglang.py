@@ -54,6 +54,7 @@ NEEDED_CONFIG: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT_CONFIG,
     "glm4_moe_lite": LATENT_CONFIG | {"first_k_dense_replace": 1},
     "gpt_oss": {"swiglu_limit": 7.0},
+    "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True},
 }
 # With what SGLang on a GPU keeps experts as they are loaded, so that their checksums are known, beside the kernels of
 # `plain_runner`: Triton's with the activation fused in reorder their rows.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from scalerl.models import family_named
 from scalerl.rollout.servers.checksums import Placement, TensorPlace
-from scalerl.rollout.servers.sglang.placement_arguments import FLOAT32_ROUTERS, MIXTURES, ExpertParallel
+from scalerl.rollout.servers.sglang.placement_arguments import FLOAT32_ROUTERS, MIXTURES, UNFUSED, ExpertParallel
 
 # sglang.srt.layers.vocab_parallel_embedding.DEFAULT_VOCAB_PADDING_SIZE
 VOCAB_PADDING = 64
@@ -89,7 +89,7 @@ class SGLangPlacement(Placement):
             return torch.bfloat16
         if name.endswith((".gate_up_proj_bias", ".down_proj_bias")):
             return torch.float32
-        is_router = name.endswith(".mlp.gate.weight") and self._config.get("model_type") in FLOAT32_ROUTERS
+        is_router = name.endswith(".gate.weight") and self._config.get("model_type") in FLOAT32_ROUTERS
         return torch.float32 if is_router or name.endswith((ROUTER_BIAS, DECAY)) else dtype
 
     def parts(self, name: str, tensor: Tensor, ranks: Sequence[int]) -> Iterator[tuple[int, TensorPlace, Tensor]]:
@@ -161,9 +161,13 @@ class SGLangPlacement(Placement):
         if module in fused_modules:
             fused, position = fused_modules[module]
             place = TensorPlace(f"{match['prefix']}{fused}.{leaf}", position, NUM_PARTS[fused])
+            if self._config.get("model_type") in UNFUSED:
+                place = TensorPlace(name)
             cuts = {"q_proj": "rows", "k_proj": "kv_rows", "v_proj": "kv_rows"}
             return place, "whole" if module in LATENT_FUSED else cuts.get(module, rows)
-        cuts = {"embed_tokens": "vocab", "lm_head": "vocab"}
+        cuts = {"embed_tokens": "vocab", "lm_head": "vocab", "gate_up_proj": "width_halves"}
+        if self._family is not None and "joint_qk_norm" in self._family.facts:
+            cuts |= {"q_norm": "rows", "k_norm": "kv_rows"}
         if is_latent:
             cuts |= dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj"), "rows")
         if leaf == "weight":
@@ -196,6 +200,9 @@ class SGLangPlacement(Placement):
             return self._kv_shard(tensor, rank)
         if cut == "heads":
             return self._heads_shard(tensor, rank)
+        if cut == "width_halves":
+            halves = tensor.chunk(2)
+            return torch.cat([self._width_shard(half, 0, rank, self.num_ranks) for half in halves])
         if cut.startswith("width"):
             return self._width_shard(tensor, 1 if cut == "width_columns" else 0, rank, self.num_ranks)
         return _slice(tensor, 1 if cut == "columns" else 0, rank, self.num_ranks)

@@ -23,9 +23,12 @@ MIXTURES = (
     "qwen3_5_moe_text",
     "qwen3_next",
     "gpt_oss",
+    "minimax_m2",
 )
+# Dense families that SGLang serves with transformers' modules, whose projections are not fused.
+UNFUSED = ("seed_oss", "smollm3")
 # Those whose routers SGLang stores in float32 whatever the model's dtype.
-FLOAT32_ROUTERS = ("glm4_moe", "glm4_moe_lite")
+FLOAT32_ROUTERS = ("glm4_moe", "glm4_moe_lite", "minimax_m2")
 # Other names of arguments.
 ALIASES = {
     "ep": "ep_size",
