@@ -1,9 +1,10 @@
 """The main job, whole: data, model, SFT, RL, merge, and a check of the result by transformers.
 
-    python examples/arithmetic/quickstart.py [--out DIR] [--seed N] [--algorithm grpo|ppo|dapo] [--gpus N] [KEY=VALUE]
+    python examples/arithmetic/quickstart.py [--out DIR] [--seed N] [--model FAMILY] [--algorithm grpo|ppo|dapo]
+                                             [--gpus N] [KEY=VALUE]
 
 KEY=VALUE goes to `scalerl train`. --gpus takes GPUs in the place of the CPU. It runs the same commands that a user
-types and prints each of them. Three to five minutes on two cores.
+types and prints each of them. Three to five minutes on two cores; a mixture (--model glm4_moe) takes longer.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def main() -> int:
 
     title("1. Data and an untrained model")
     data = make_data(out / "data", seed)
-    model = make_model(out / "model", seed, head_dim=64 if arguments.gpus else 32)
+    model = make_model(out / "model", seed, arguments.model, head_dim=64 if arguments.gpus else 32)
     before_sft = score(model, data["val"])
     print(f"data in {out / 'data'}, model in {model}; it scores {before_sft:.3f}")
 
@@ -67,7 +68,8 @@ def main() -> int:
     merged = score(out / "merged", data["val"])
     print(f"transformers scores the merged model {merged:.4f}; the trainer's last validation was {validations[-1]:.4f}")
 
-    print(summary(run_dir, before_sft, validations[0], merged, time.monotonic() - started), flush=True)
+    scores = (before_sft, validations[0], merged)
+    print(summary(run_dir, arguments.model, scores, time.monotonic() - started), flush=True)
     # bfloat16 and other kernels round otherwise than transformers does on the CPU.
     if not arguments.gpus and merged != validations[-1]:
         print("error: the merged model does not score what the trainer measured", file=sys.stderr)
@@ -76,9 +78,12 @@ def main() -> int:
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
+    from make_model import FAMILIES
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("outputs/quickstart"), help="made anew (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", choices=FAMILIES, default="qwen3", help="model_type (default: %(default)s)")
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="grpo", help="NAME.yaml beside this file")
     parser.add_argument("--gpus", type=int, default=0, metavar="N", help="train and generate on N GPUs of this machine")
     return parser.parse_known_args()
@@ -117,7 +122,8 @@ def read_validations(metrics: Path) -> list[float]:
     return [record["data"][VALIDATION] for record in records if VALIDATION in record.get("data", {})]
 
 
-def summary(run_dir: Path, before_sft: float, after_sft: float, after_rl: float, seconds: float) -> str:
+def summary(run_dir: Path, model: str, scores: tuple[float, float, float], seconds: float) -> str:
+    """The last lines.  scores: of validations before SFT, after it, after RL."""
     from mlflow import MlflowClient
 
     from scalerl.tracking.mlflow_names import LOCAL_ADDRESS, charts_page
@@ -126,6 +132,8 @@ def summary(run_dir: Path, before_sft: float, after_sft: float, after_rl: float,
     uri = f"sqlite:///{run_dir / 'mlflow.db'}"
     client = MlflowClient(uri)
     (mlflow_run,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    before_sft, after_sft, after_rl = scores
+    again = f"--gpus 8 --algorithm {algorithm}" + (f" --model {model}" if model != "qwen3" else "")
     page = charts_page(LOCAL_ADDRESS, mlflow_run.info.experiment_id, mlflow_run.info.run_id)
     return f"""
 == Done in {seconds:.0f} s
@@ -133,7 +141,7 @@ validation score     before SFT {before_sft:.3f}    after SFT {after_sft:.3f}   
 merged model         {out / "merged"}
 open the run         {Path(sys.executable).parent / "mlflow"} ui --backend-store-uri {uri}
   and in a browser   {page}
-the same on 8 GPUs   {sys.executable} {HERE / "quickstart.py"} --gpus 8 --algorithm {algorithm} \\
+the same on 8 GPUs   {sys.executable} {HERE / "quickstart.py"} {again} \\
                        --out {out.parent / f"{out.name}_8gpu"}"""
 
 

@@ -47,7 +47,10 @@ def batch() -> list[Tensor]:
     return [torch.randint(0, VOCAB_SIZE, (length,), generator=generator) for length in LENGTHS]
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3"])
+@pytest.fixture(
+    scope="module",
+    params=["qwen3_moe", "deepseek_v3", full("glm4_moe"), full("qwen3_5_moe_text"), full("gpt_oss")],
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / request.param
     return make_tiny_model(path, request.param, vocab_size=VOCAB_SIZE, initializer_range=0.1, num_experts=8)
@@ -110,16 +113,27 @@ def losses_and_gradients(rank: Rank, routed: Sequence[Tensor] | None = None) -> 
     return losses, rank.exported()
 
 
-def routers(hf: PreTrainedModel) -> dict[int, torch.nn.Module]:
+def mixtures(hf: PreTrainedModel) -> dict[int, torch.nn.Module]:
     """By layer."""
-    return {i: layer.mlp for i, layer in enumerate(hf.model.layers) if hasattr(layer.mlp, "gate")}
+    return {i: layer.mlp for i, layer in enumerate(hf.model.layers) if hasattr(layer.mlp, "experts")}
+
+
+def router_of(mixture: torch.nn.Module) -> torch.nn.Module:
+    return mixture.gate if hasattr(mixture, "gate") else mixture.router
+
+
+def scores_of(mixture: torch.nn.Module, logits: Tensor) -> Tensor:
+    """[T, experts]: DeepSeek-V3's mixtures, GLM-4.5's among them, take the sigmoid."""
+    return logits.sigmoid() if has_bias(mixture) else logits.softmax(-1)
+
+
+def has_bias(mixture: torch.nn.Module) -> bool:
+    return hasattr(router_of(mixture), "e_score_correction_bias")
 
 
 def routed(mixture: torch.nn.Module, logits: Tensor) -> Tensor:
     """[T, k] experts as transformers chooses them."""
-    if hasattr(mixture, "route_tokens_to_experts") and hasattr(mixture.gate, "e_score_correction_bias"):
-        return mixture.route_tokens_to_experts(logits)[0]
-    return logits.topk(2).indices
+    return mixture.route_tokens_to_experts(logits)[0] if has_bias(mixture) else logits.topk(2).indices
 
 
 def router_logits(hf: PreTrainedModel, ids: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
@@ -146,14 +160,13 @@ def routed_pass(
             taken = torch.where(is_known(given[:, layer])[:, None], given[:, layer].long(), own)
         chosen[layer] = own, taken
         # Weights of the scores of all experts, as each family makes them of its best.
-        scores = seen[layer].sigmoid() if hasattr(mixture, "shared_experts") else seen[layer].softmax(-1)
-        weights = scores.gather(1, taken)
+        weights = scores_of(mixture, seen[layer]).gather(1, taken)
         weights = weights / weights.sum(-1, keepdim=True) * getattr(mixture, "routed_scaling_factor", 1.0)
         return hidden, taken, weights
 
     hooks = []
-    for number, mixture in routers(hf).items():
-        hooks.append(mixture.gate.register_forward_hook(lambda _, __, out, layer=number: see(layer, out)))
+    for number, mixture in mixtures(hf).items():
+        hooks.append(router_of(mixture).register_forward_hook(lambda _, __, out, layer=number: see(layer, out)))
         hooks.append(
             mixture.experts.register_forward_pre_hook(
                 lambda _, args, layer=number, mixture=mixture: follow(layer, mixture, args)
@@ -178,7 +191,7 @@ def expected_update(path: Path, given: Sequence[Tensor] | None = None) -> Update
         logprobs, logits, chosen = routed_pass(hf, ids, mine)
         loss = loss - logprobs.sum() / num_tokens
         for layer, x in logits.items():
-            scores = x.sigmoid() if "deepseek" in path.name else x.softmax(-1)
+            scores = scores_of(mixtures(hf)[layer], x)
             scores = scores / scores.sum(-1, keepdim=True)
             own, taken = chosen[layer]
             if mine is not None:
@@ -190,7 +203,7 @@ def expected_update(path: Path, given: Sequence[Tensor] | None = None) -> Update
             balance = balance + len(ids) / num_tokens * 8 * (share * scores.mean(0)).sum()
             z = z + x.logsumexp(-1).square().sum() / num_tokens
     (loss + BALANCE * balance + Z * z).backward()
-    num_layers = len(routers(hf))
+    num_layers = len(mixtures(hf))
     losses = {"moe_aux_loss": balance.item() / num_layers, "moe_z_loss": z.item() / num_layers}
     if given is not None:
         losses["routing_agreement"] = num_agreed / num_replayed
@@ -343,7 +356,7 @@ def on_one(ranks_on: Callable) -> list[dict]:
 def test_recorded_choices_are_those_of_transformers(hf: PreTrainedModel, on_one: list[dict]) -> None:
     for row, column in collect(on_one, "own", "routed_experts").items():
         for layer, logits in router_logits(hf, batch()[row])[1].items():
-            theirs = routed(routers(hf)[layer], logits)
+            theirs = routed(mixtures(hf)[layer], logits)
             assert torch.equal(column[:, layer].sort().values, theirs.sort().values)
 
 
@@ -353,11 +366,11 @@ def test_replayed_choices_are_followed(hf: PreTrainedModel, on_one: list[dict], 
     free = collect(on_one, "own", "routed_experts")
     changed = 0
     for row, column in collect(on_one, "given", "routed_experts").items():
-        for layer in routers(hf):
+        for layer in mixtures(hf):
             known = is_known(given[row][:, layer])
             assert torch.equal(column[known, layer], given[row][known, layer])
         # The first layer with experts sees the same input as before, so its free tokens choose as before.
-        first = min(routers(hf))
+        first = min(mixtures(hf))
         assert torch.equal(column[~known, first], free[row][~known, first])
         changed += int((collect(on_one, "given", "logprobs")[row] != own[row]).sum())
     assert changed > sum(LENGTHS) / 2
@@ -400,8 +413,8 @@ def test_bias_moves_against_the_load(tmp_path: Path, layout: str) -> None:
     """By the real tokens of the update alone: neither padding nor the log-prob pass counts."""
     path = make_tiny_model(tmp_path / "m", "deepseek_v3", vocab_size=VOCAB_SIZE, initializer_range=0.1, num_experts=8)
     hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    (layer,) = routers(hf)
-    chosen = [routed(routers(hf)[layer], router_logits(hf, ids)[1][layer]).flatten() for ids in batch()]
+    (layer,) = mixtures(hf)
+    chosen = [routed(mixtures(hf)[layer], router_logits(hf, ids)[1][layer]).flatten() for ids in batch()]
     load = torch.bincount(torch.cat(chosen), minlength=8).float()
     name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
     expected = load_file(path / "model.safetensors")[name] + BIAS_RATE * (load.mean() - load).sign()

@@ -15,7 +15,10 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from scalerl.merge import merge
 from tests.e2e.conftest import EXAMPLE, StartJob
 from tests.e2e.jobs import SHARED_MEMORY, Job, Record
 from tests.e2e.step_checks import check_timing
@@ -24,6 +27,9 @@ from tests.unit.tracking.metrics.test_documented_keys import DOC, patterns
 
 TIMEOUT_S = 1800
 STEPS = 8
+# The validation score that the example's reinforcement learning reaches: that of a mixture in half of its steps, with
+# a checkpoint in the middle.
+LEARNT, STEPS_OF_A_MIXTURE, SAVED = 0.8, 40, 20
 PROMPTS, SAMPLES = 64, 8
 BUCKET_MIB = 64
 # All of it, so that every metric of it is there; the thresholds are far from what two float32 engines differ by.
@@ -79,7 +85,43 @@ def scores(job: Job, out: Path) -> tuple[float, float, float]:
 @pytest.mark.full
 def test_quickstart_learns(start_job: StartJob, tmp_path: Path) -> None:
     _, _, after_rl = scores(start_job(quickstart(tmp_path / "out"), tmp_path), tmp_path / "out")
-    assert after_rl >= 0.8
+    assert after_rl >= LEARNT
+
+
+@pytest.mark.full
+@pytest.mark.shows("train step", "log-probs", "merge", "sync", layout="tp2")
+@pytest.mark.shows("serve", layout="sglang")
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "glm4_moe", "gpt_oss"])
+def test_a_mixture_learns(start_job: StartJob, tmp_path: Path, family: str) -> None:
+    """By the experts of the sampler. The merged model has the trainer's scores and log-probs in transformers."""
+    out, dumps = tmp_path / "out", tmp_path / "dumps"
+    run_dir = out / "grpo"
+    # Of the step after a checkpoint: its samples and log-probs are by the weights that the checkpoint has.
+    dumped = [f"trainer.rollout_data_dir={dumps}", f"trainer.rollout_data_freq={SAVED + 1}"]
+    half = [f"trainer.total_training_steps={STEPS_OF_A_MIXTURE}", f"trainer.save_freq={SAVED}"]
+    command = quickstart(out, "--model", family, "algorithm.routing_replay=rollout", *half, *dumped)
+    _, _, after_rl = scores(start_job(command, tmp_path), out)
+    assert after_rl >= LEARNT
+    steps = [data for step, data in Record.read(run_dir).final.items() if step]
+    assert all(data["actor/routing_agreement"] > 0.99 for data in steps)
+    merge(run_dir / f"global_step_{SAVED}" / "actor", tmp_path / "merged")
+    mine, theirs = logprobs_of(dumps / f"step_{SAVED + 1}.parquet", tmp_path / "merged")
+    assert len(mine) > 100
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def logprobs_of(dump: Path, model: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of sampled tokens, one sample of each group: the trainer's, and transformers'."""
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    columns = ["input_ids", "response_mask", "old_logprobs"]
+    mine, theirs = [], []
+    for row in pq.read_table(dump, columns=columns).to_pylist()[::SAMPLES]:
+        ids, sampled = torch.tensor(row["input_ids"]), torch.tensor(row["response_mask"])
+        logprobs = hf(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        mine.append(torch.tensor(row["old_logprobs"])[sampled])
+        theirs.append(logprobs[sampled[1:]])
+    return torch.cat(mine), torch.cat(theirs)
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,17 @@ def test_servers_that_need_several_nodes_are_refused_on_one_with_their_size() ->
             assert own < GB80, (device.name, phase.name)
 
 
+def test_a_run_that_follows_the_samplers_experts_plans_their_memory() -> None:
+    """Qwen3-30B-A3B: 48 layers of 8 experts, a byte for each; SGLang has four for each token of its cache."""
+    name = "qwen3-30b-a3b-grpo-32"
+    plan, _ = planned(name)
+    longest, num_samples = 2048 + 14336, 512 * 16
+    assert config(name).algorithm.routing_replay == "rollout"
+    assert plan.routed is not None and plan.server is not None and plan.server.kv_tokens is not None
+    assert (plan.routed.token, plan.routed.step) == (384, num_samples * longest * 384)
+    assert plan.routed.server == plan.server.kv_tokens * 4 * 384
+
+
 def test_the_table_of_the_page_is_the_plans() -> None:
     """After a change: `python -m tests.configs_table` makes it."""
     page = MODELS_PAGE.read_text(encoding="utf-8")
