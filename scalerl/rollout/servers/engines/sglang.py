@@ -346,6 +346,9 @@ def _fp8_violations(config: ServerConfig, shape: ModelShape, section: str) -> It
 def _part(param: Param, size: Sequence[int], shape: ModelShape, num_ranks: int) -> tuple[float, float]:
     """Rows and columns that a rank has of a matrix; of keys and values one head at least."""
     rows, columns = size
+    if param.kind == "gate_up" and param.sections:
+        # Gate and up in one tensor.
+        rows //= 2
     if param.kind == "row":
         return rows, columns / num_ranks
     if param.kind == "replicated":
