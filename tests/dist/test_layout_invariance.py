@@ -167,6 +167,7 @@ def make_model(directory: Path, family: str) -> Path:
     config = json.loads((path / "config.json").read_text())
     config["rope_parameters"]["rope_theta"] = 10.0
     if family == "glm4":
+        # Else a half of each head does not turn at all.
         config["rope_parameters"]["partial_rotary_factor"] = 1.0
     if family in WITH_DELTA_NETS:
         config["rms_norm_eps"] = 1e-2
