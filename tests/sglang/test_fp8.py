@@ -111,5 +111,12 @@ def test_a_server_has_the_blocks_and_computes_with_what_they_mean(
         (line,) = checksum_differences(expected, engine.client.checksums())
         # SGLang's layers of a model with gated delta nets are their attention.
         assert re.match(r"rank 0 model\.layers\.1\.(self_attn\.)?o_proj\.weight: trainer ", line)
+
+        # SGLang takes weights that are not quantized too, and keeps the scales of before.
+        engine.load(model.weights(), policy_version=5, tp_size=tp_size)
+        of_plain = expected_checksums(model.weights(), config, tp_size, "sglang", torch.float32)
+        assert any(
+            "o_proj.weight: trainer " in line for line in checksum_differences(of_plain, engine.client.checksums())
+        )
     finally:
         engine.server.stop()
