@@ -337,7 +337,7 @@ def make_rollout(config: PPOConfig, pool: ResourcePool, group: WorkerGroup, work
     servers = PolicyServers.__new__(PolicyServers)
     servers.config, servers.pool, servers.rollout = config, pool, config.actor_rollout_ref.rollout
     servers.timeout_s, servers.num_syncs, servers.policy_version = 600.0, 0, 0
-    servers.metrics, servers.workers = {}, group
+    servers.metrics, servers.workers, servers.routing = {}, group, None
     count = _num_servers(group)
     replicas = [Replica(f"http://server-{index}", "sglang", RANKS_OF_A_SERVER, "") for index in range(count)]
     server_set: Any = SimpleNamespace(replicas=replicas, down={}, num_restarts=0, end_lost=bool, end_failed=bool)

@@ -76,7 +76,7 @@ def built(name: str, role: str, files: str) -> list[Built]:
         for param, chunk, key in loading.local_params(family, shape, groups):
             size = layout.tp_size if param.expert is None else layout.etp_size
             assert tensors.pop((chunk, key)).shape == param.mcore_shape(shape, size), param.name
-            names.update(rows.name for rows in family.stored_rows(param, shape))
+            names.update(param.hf if param.stacked else (rows.name for rows in family.stored_rows(param, shape)))
         assert not tensors, f"no entry of the table loads {sorted(tensors)}"
         read: Shapes = {}
         loading.HFWeights = partial(NotedReads, parts=read)  # pyright: ignore[reportAttributeAccessIssue]

@@ -106,6 +106,7 @@ def rank_in(phase: str, rank: int) -> int | None:
     for beat in session_logs().glob("rank-*.beat"):
         with contextlib.suppress(OSError, ValueError):
             heartbeat = json.loads(beat.read_text(encoding="utf-8"))
-            if (heartbeat["phase"], heartbeat["rank"]) == (phase, rank):
+            # A process that has just started has no rank yet.
+            if (heartbeat["phase"], heartbeat.get("rank")) == (phase, rank):
                 return int(beat.stem.partition("-")[2])
     return None

@@ -64,12 +64,13 @@ SMALLEST = [
         ),
     ),
     ("packing.py", "--batches 3 --samples 32 --dp 4 --large 256 --repeats 1", None),
-    # Rewards may all have come before the last sample; the clock's rest may round to nothing.
+    # Rewards may all have come before the last sample, and the clock's rest may round to nothing. Not every sync is
+    # verified.
     full(
         "end_to_end.py",
         "--world 1 --tp 1 --rollout embedded --steps 2 --warmup 1 --prompts 4 --mini-batch 2 --n 2 --ceiling-s 0.1 "
         "-- trainer.val_before_train=false",
-        ("/seconds/gen/reward_wait", "/seconds/untimed", "/share_of_step/untimed"),
+        ("/seconds/gen/reward_wait", "/seconds/untimed", "/share_of_step/untimed", "/seconds/update_weights/verify"),
     ),
     full(
         "weight_sync.py",
@@ -77,9 +78,13 @@ SMALLEST = [
         "--paths shared gathered in-turn",
         None,
     ),
-    # The memory of a rank is there from the repeat before.
+    # The memory of a rank is there from the repeat before; a CPU is no GPU.
     *(
-        full("checkpoint.py", f"--hidden 128 --layers 2 --repeats 1 {more}", ("/peak_bytes_of_a_rank/",))
+        full(
+            "checkpoint.py",
+            f"--hidden 128 --layers 2 --repeats 1 {more}",
+            ("/peak_bytes_of_a_rank/", "/gpu_peak_bytes_of_a_rank/"),
+        )
         for more in ("", "--cold")
     ),
     full("merge.py", "--gb 0.04 --repeats 1", ()),

@@ -267,7 +267,7 @@ def test_a_rank_of_the_other_node_hangs_and_the_job_comes_back(
     assert_came_back(slurm, job_id, out, because="70", logs=run_dir / "logs", timeout_s=300)
     text = out.read_text()
     assert "did not answer within trainer.timeout_s=30 s" in text
-    assert f"process {rank} on 10.99.0.12): stopped" in text and "Stack of rank 1:" in text, text
+    assert f"process {rank} on 10.99.0.12): stopped" in text and "Stack of rank 0:" in text, text
     assert list((run_dir / f"logs/{job_id}/attempt_0").glob("hang-*.txt"))
     assert_same_numbers(run_dir, undisturbed(1))
     assert_same_weights(run_dir, undisturbed(2), tmp_path)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ markers =
 """
 TESTS = """
 import time
+from functools import partial
 import pytest
 
 shows = pytest.mark.shows
@@ -116,7 +118,9 @@ def start(project: Path, part: str, *arguments: str) -> subprocess.Popen[str]:
         *arguments,
     ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, cwd=project, env=environment, **pipes)
+    # As from a terminal: a suite in the background of a shell ignores SIGINT, and its children would too.
+    interruptible = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(command, cwd=project, env=environment, preexec_fn=interruptible, **pipes)
 
 
 def page_after(project: Path, part: str, *arguments: str) -> str:
