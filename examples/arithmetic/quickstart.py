@@ -1,7 +1,7 @@
 """The main job, whole: data, model, SFT, RL, merge, and a check of the result by transformers.
 
-    python examples/arithmetic/quickstart.py [--out DIR] [--seed N] [--model FAMILY] [--algorithm grpo|ppo|dapo]
-                                             [--gpus N] [KEY=VALUE]
+    python examples/arithmetic/quickstart.py [--out DIR] [--seed N] [--model qwen3|qwen3_5_moe_text|glm4_moe|gpt_oss]
+                                             [--algorithm grpo|ppo|dapo] [--gpus N] [KEY=VALUE]
 
 KEY=VALUE goes to `scalerl train`. --gpus takes GPUs in the place of the CPU. It runs the same commands that a user
 types and prints each of them. Three to five minutes on two cores; a mixture (--model glm4_moe) takes longer.

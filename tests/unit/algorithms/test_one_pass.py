@@ -45,7 +45,9 @@ NOT_ENOUGH: list[Mapping[str, Any]] = [
 
 def config(values: Mapping[str, Any]) -> PPOConfig:
     cfg = PPOConfig()
-    for key, value in {"data.train_batch_size": 8, f"{ACTOR}.ppo_mini_batch_size": 8, **values}.items():
+    # Defaults that follow from other keys are those of a composed configuration.
+    given = {"data.train_batch_size": 8, f"{ACTOR}.ppo_mini_batch_size": 8, f"{CORRECTION}.rollout_is": None}
+    for key, value in {**given, **values}.items():
         section, _, name = key.rpartition(".")
         owner = functools.reduce(getattr, section.split("."), cfg)
         assert hasattr(owner, name), key

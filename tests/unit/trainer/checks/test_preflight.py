@@ -106,7 +106,6 @@ def test_checksums_of_sglang_are_refused_where_they_are_not_known(directory: Pat
         ("qwen3_moe", "enable_eplb=true"),
         ("deepseek_v3_yarn", "disable_shared_experts_fusion=false"),
         ("mixtral", "dp_size=2"),
-        ("qwen3", "quantization=fp8"),
         ("gpt_oss", "attention_backend=trtllm_mha"),
     )
     for family, own in moves:
