@@ -31,7 +31,6 @@ markers =
 """
 TESTS = """
 import time
-from functools import partial
 import pytest
 
 shows = pytest.mark.shows
