@@ -101,12 +101,12 @@ def killed_when(condition: Callable[[], object], pid: Callable[[], int]) -> Iter
         watched.result()
 
 
-def rank_in(phase: str, rank: int) -> int | None:
-    """The process of that rank which is in the phase now, by the heartbeats of this cluster."""
+def rank_in(phase: str) -> int | None:
+    """The process of a rank that is in the phase now, by the heartbeats of this cluster."""
     for beat in session_logs().glob("rank-*.beat"):
+        pid = int(beat.stem.partition("-")[2])
         with contextlib.suppress(OSError, ValueError):
-            heartbeat = json.loads(beat.read_text(encoding="utf-8"))
-            # A process that has just started has no rank yet.
-            if (heartbeat["phase"], heartbeat.get("rank")) == (phase, rank):
-                return int(beat.stem.partition("-")[2])
+            # Files of processes that have ended stay.
+            if json.loads(beat.read_text(encoding="utf-8"))["phase"] == phase and Path(f"/proc/{pid}").exists():
+                return pid
     return None

@@ -164,7 +164,7 @@ def test_a_rank_is_killed_in_fine_tuning(inputs: Inputs, kept: Kept, tmp_path: P
     seen: list[int] = []
 
     def is_struck() -> bool:
-        if (pid := rank_in("update_sft", 1)) is not None:
+        if (pid := rank_in("update_sft")) is not None:
             seen.append(pid)
         return bool(seen) and saved + 1 in Record.read(tmp_path / "struck").final
 
