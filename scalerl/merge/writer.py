@@ -20,9 +20,12 @@ import torch
 
 from scalerl.base.files import Writeback, flush, fsync, reserve
 from scalerl.checkpoint.pieces import TensorSpec, as_bytes
+from scalerl.models.block_scales import STORED_DTYPE
 from scalerl.models.weights import INDEX_NAME
 
+# Of merged models.
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_NAMES = DTYPE_NAMES | {torch.float8_e4m3fn: STORED_DTYPE}
 
 
 class SafetensorsFile:
@@ -40,7 +43,7 @@ class SafetensorsFile:
         offset = 0
         for name, spec in specs.items():
             end = offset + spec.num_bytes
-            header[name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": spec.shape, "data_offsets": [offset, end]}
+            header[name] = {"dtype": _NAMES[spec.dtype], "shape": spec.shape, "data_offsets": [offset, end]}
             self._starts[name] = offset
             offset = end
         text = json.dumps(header, separators=(",", ":")).encode()
