@@ -103,7 +103,9 @@ def test_a_mixture_learns(start_job: StartJob, tmp_path: Path, family: str) -> N
     _, _, after_rl = scores(start_job(command, tmp_path), out)
     assert after_rl >= LEARNT
     steps = [data for step, data in Record.read(run_dir).final.items() if step]
-    assert all(data["actor/routing_agreement"] > 0.99 for data in steps)
+    # Of four updates of a step: after the first of them the weights, and a few choices, are no longer the sampler's.
+    agreement = [data["actor/routing_agreement"] for data in steps]
+    assert all(0.9 < share <= 1 for share in agreement), agreement
     merge(run_dir / f"global_step_{SAVED}" / "actor", tmp_path / "merged")
     mine, theirs = logprobs_of(dumps / f"step_{SAVED + 1}.parquet", tmp_path / "merged")
     assert len(mine) > 100
