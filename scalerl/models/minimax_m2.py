@@ -20,7 +20,7 @@ FAMILY = decoder_family(
         "rotary_dim": None,
         "eos_token_id": 200020,
     },
-    # SGLang reads a head whatever it says.
+    # SGLang reads lm_head.weight from the files, whatever tie_word_embeddings says.
     refused=("tie_word_embeddings",),
     mixture=Mixture(
         experts=("num_local_experts",),

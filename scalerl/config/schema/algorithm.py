@@ -91,7 +91,7 @@ class KLControlConfig:
     target_kl: float = key(0.1, above(0))
 
 
-# The weights are of tokens where servers sample from rounded weights.
+# Servers in fp8 sample from rounded weights, so each token is weighed by its ratio.
 _WEIGHTS_OF_FP8 = by_value("actor_rollout_ref.rollout.quantization", ("fp8",), "token", None)
 
 

@@ -218,7 +218,7 @@ class SGLangEngine(Engine):
             yield from _mixture_violations(config, shape, section, device, verify_weights_every)
         if quantization_of(config):
             yield from _fp8_violations(config, shape, section)
-        yield from _other_numbers(_own_arguments(config.engine_kwargs), section)
+        yield from _other_numbers(config, section)
         if shape.linear_layers:
             yield from _delta_net_violations(shape, section, device, verify_weights_every)
         if verify_weights_every:
@@ -296,9 +296,9 @@ def _checked_mixture(config: ServerConfig, model_path: str) -> Family | None:
     return family if family and family.model_type in MIXTURES else None
 
 
-def _other_numbers(own: Mapping[str, Any], section: str) -> Iterator[str]:
+def _other_numbers(config: ServerConfig, section: str) -> Iterator[str]:
     """Yields the arguments with which a server would take weights from a trainer, and make other numbers of them."""
-    names = {name.replace("-", "_"): value for name, value in own.items()}
+    names = {name.replace("-", "_"): value for name, value in _own_arguments(config.engine_kwargs).items()}
     overrides = str(names.get("json_model_override_args") or "")
     for name, value in (("quantization", names.get("quantization")), ("json_model_override_args", overrides)):
         if value and (name == "quantization" or "quantization_config" in overrides):
@@ -306,6 +306,11 @@ def _other_numbers(own: Mapping[str, Any], section: str) -> Iterator[str]:
                 f"{section}.engine_kwargs.sglang.{name} = {value}: a trainer's weights are not quantized so; SGLang "
                 "would take them without a word, and compute with wrong numbers; leave it out, and set "
                 f"{section}.quantization=fp8"
+            )
+        elif value and quantization_of(config):
+            yield (
+                f"{section}.engine_kwargs.sglang.{name} = {value}: would replace the override that tells SGLang of "
+                f"{section}.quantization=fp8; leave it out, and put its keys into the model's config.json"
             )
 
 

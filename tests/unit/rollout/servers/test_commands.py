@@ -225,6 +225,21 @@ def test_a_server_that_would_take_a_trainers_weights_for_quantized_ones_is_refus
     assert found.startswith("r.engine_kwargs.sglang.") and found.endswith("set r.quantization=fp8")
 
 
+def test_an_override_of_the_users_does_not_take_fp8_away(tmp_path: Path) -> None:
+    """The user's argument replaces scalerl's, and the server would take fp8 weights for plain ones."""
+    make_tiny_model(tmp_path, "qwen3")
+    own = {"json_model_override_args": '{"rope_theta": 1000.0}'}
+    for quantization, refused in ((None, 0), ("fp8", 1)):
+        config = RolloutConfig(quantization=quantization, engine_kwargs={"sglang": own})
+        shape = replace(ModelShape.from_hf(tmp_path), hidden_size=256, ffn_hidden_size=512, head_dim=128)
+        found = list(
+            ENGINES["sglang"].trained_model_violations(
+                config, shape, section="r", device="cuda", verify_weights_every=0
+            )
+        )
+        assert len(found) == refused and all("json_model_override_args" in text for text in found), found
+
+
 def test_a_gpu_server_whose_experts_are_checked_keeps_them_as_they_are_loaded(tmp_path: Path) -> None:
     def started(
         model_type: str, device: str = "cuda", synced: bool = True, every: int = 10, **own: Any
