@@ -410,7 +410,7 @@ def _rotary_dim_problems(turned: int | None, head_dim: int, partial: float) -> l
     if (turned or head_dim) == wanted:
         return []
     return [
-        f"{_ROTARY_DIM} is {turned!r} , which SGLang reads, and {_PARTIAL} is {partial} of head_dim {head_dim}, which "
+        f"{_ROTARY_DIM} is {turned!r}, which SGLang reads, and {_PARTIAL} is {partial} of head_dim {head_dim}, which "
         f"transformers reads; set {_PARTIAL} to {(turned or head_dim) / head_dim}, or {_ROTARY_DIM} to {wanted}"
     ]
 
