@@ -29,6 +29,7 @@ policy_loss_names = _REGISTRY.names
 # The argument that is no column, `LossSequences`, and the column that `covariance.select_tokens` makes.
 SEQUENCES, SELECTED = "sequences", "selected"
 REF_LOGPROBS = "ref_logprobs"
+EPISODE_LOSS_TOKENS = "episode_loss_tokens"
 
 # exp(20) = 4.9e8: far beyond any clip range, far from overflow.
 LOG_RATIO_BOUND = 20.0
@@ -172,13 +173,15 @@ def loss_weights(
     num_loss_tokens: int,
     num_sequences: int,
     loss_scale_factor: float | None = None,
+    counts_T: Tensor | None = None,
 ) -> Tensor:
     """[T] float32 loss weight of each token; 0 where the mask is 0 and past cu_seqlens[-1] (alignment padding).
 
     response_mask_T: [T] bool or 0/1.  cu_seqlens: [S + 1] integers.  Both of one micro-batch of whole sequences.
     num_loss_tokens, num_sequences: loss tokens, and sequences with at least one, of the mini-batch over all ranks.
     token-mean: 1 / num_loss_tokens.  token-sum: 1.  seq-mean-token-sum: 1 / num_sequences.
-    seq-mean-token-mean: 1 / (loss tokens of the sequence * num_sequences).
+    seq-mean-token-mean: 1 / (loss tokens of the sequence * num_sequences).  counts_T: [T] loss tokens of the sequence,
+    where a sequence of the counts is an episode with more rows than this one; None: those of the row.
     seq-mean-token-sum-norm: 1 / (loss_scale_factor * num_sequences); the other modes ignore loss_scale_factor.
     Raises ValueError for another mode, a count below 1 and a needed loss_scale_factor that is missing or not over 0.
     """
@@ -188,7 +191,9 @@ def loss_weights(
     num_local = len(cu_seqlens) - 1
     mask_T = (response_mask_T != 0) & (sequence_T < num_local)
     divisor_T = torch.full(mask_T.shape, float(divisor), dtype=torch.float64, device=mask_T.device)
-    if loss_agg_mode == "seq-mean-token-mean":
+    if loss_agg_mode == "seq-mean-token-mean" and counts_T is not None:
+        divisor_T = divisor_T * counts_T.double().clamp(min=1.0)
+    elif loss_agg_mode == "seq-mean-token-mean":
         counts_S = torch.zeros(num_local + 1, dtype=torch.float64, device=mask_T.device)
         counts_S.index_add_(0, sequence_T, mask_T.double())
         divisor_T = divisor_T * counts_S.clamp(min=1.0)[sequence_T]

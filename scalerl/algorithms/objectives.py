@@ -16,6 +16,7 @@ from torch import Tensor
 
 from scalerl.algorithms.kl import KL_KINDS, kl_penalty
 from scalerl.algorithms.losses import (
+    EPISODE_LOSS_TOKENS,
     REF_LOGPROBS,
     SEQUENCES,
     LossSequences,
@@ -38,6 +39,8 @@ class PolicyObjective:
     """Policy loss - entropy_coeff * entropy + kl_loss_coef * KL (with use_kl_loss), aggregated by loss_agg_mode.
 
     num_loss_tokens, num_sequences: loss tokens, and sequences with at least one, of the mini-batch over all ranks.
+    in_episodes: a sequence of these counts and of seq-mean-token-mean is an episode of several rows (`batch.episodes`),
+    whose loss tokens are the column episode_loss_tokens.
     corrected: loss tokens are those of loss_mask, not of response_mask, and a token's policy loss counts
     rollout_is_weights times (`correction.correct` makes both); entropy, KL and shares of tokens are not weighted.
     Raises ValueError at construction for a loss_mode, kl_loss_type or loss_agg_mode that does not exist.
@@ -51,6 +54,7 @@ class PolicyObjective:
     num_loss_tokens: int
     num_sequences: int
     corrected: bool = False
+    in_episodes: bool = False
 
     def __post_init__(self) -> None:
         config = self.actor_config
@@ -65,6 +69,7 @@ class PolicyObjective:
         names = ["old_logprobs", "advantages", self._mask]
         names += ["rollout_is_weights"] if self.corrected else []
         names += [REF_LOGPROBS] if self.actor_config.use_kl_loss else []
+        names += [EPISODE_LOSS_TOKENS] if self.in_episodes else []
         names += policy_loss_columns(self.actor_config.policy_loss.loss_mode)
         return tuple(dict.fromkeys(names))
 
@@ -199,7 +204,8 @@ def aggregation_weights(
     mask: the column of loss tokens.  num_loss_tokens, num_sequences: of the mini-batch over all ranks.
     """
     mode, scale = config.loss_agg_mode, config.loss_scale_factor
-    return loss_weights(columns[mask], columns["cu_seqlens"], mode, num_loss_tokens, num_sequences, scale)
+    counts_T = columns.get(EPISODE_LOSS_TOKENS)
+    return loss_weights(columns[mask], columns["cu_seqlens"], mode, num_loss_tokens, num_sequences, scale, counts_T)
 
 
 def snapshot(value: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from scalerl.algorithms.losses import check_loss_counts, weighted_sum
+from scalerl.algorithms.losses import EPISODE_LOSS_TOKENS, check_loss_counts, weighted_sum
 from scalerl.algorithms.objectives import aggregation_weights, require_columns, snapshot, token_means
 from scalerl.config.schema import CriticConfig
 
@@ -20,6 +20,7 @@ class ValueObjective:
     Called as objective(values_T, columns) -> (loss, metrics); the contract is that of `objectives`.
 
     num_loss_tokens, num_sequences: loss tokens, and sequences with at least one, of the mini-batch over all ranks.
+    in_episodes: as that of `PolicyObjective`.
     Raises ValueError at construction for a loss_agg_mode that does not exist, a count below 1, and a cliprange_value
     that is not over 0.
     Source: the reference implementation of PPO (github.com/openai/baselines, ppo2/model.py).
@@ -31,6 +32,7 @@ class ValueObjective:
     critic_config: CriticConfig
     num_loss_tokens: int
     num_sequences: int
+    in_episodes: bool = False
 
     def __post_init__(self) -> None:
         config = self.critic_config
@@ -50,7 +52,7 @@ class ValueObjective:
 
         `values` holds the values from before the step's first update.
         """
-        return ("values", "returns", "response_mask")
+        return ("values", "returns", "response_mask", *([EPISODE_LOSS_TOKENS] if self.in_episodes else []))
 
     def __call__(self, values_T: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the loss and its metrics.

@@ -1,4 +1,6 @@
-"""The columns of a step's batch: name, dtype, shape and meaning of each. S samples, T tokens of prompt and response.
+"""The columns of a step's batch: name, dtype, shape and meaning of each. T tokens of prompt and response, S rows.
+
+A row is a sample, or one trajectory of a sample that has several (`episodes`).
 
 `shard[OLD_LOGPROBS]` is the `Jagged` of a token column or the array of a sample column. A run may have more columns:
 those that a user's reward function or data brings for a loss or an estimator of the user.
@@ -64,6 +66,8 @@ ROUTED_EXPERTS = _tokens("routed_experts", "uint8", "experts that routers chose 
 UID = _samples("uid", "int64", "number of the sample's group, unique in a run")
 PROMPT_UID = _samples("prompt_uid", "int64", "row of the prompt in its data set")
 SAMPLE_INDEX = _samples("sample_index", "int64", "position of the sample in its group")
+TRAJECTORY_INDEX = _samples("trajectory_index", "int64", "position of the trajectory in its sample")
+AGENT = _samples("agent", "object", "name of the agent that acts in the trajectory; empty where none has a name")
 SEED = _samples("seed", "int64", "seed that the sample was drawn with")
 PROMPT_LENGTH = _samples("prompt_length", "int64", "tokens of the prompt")
 PROMPT_LENGTH_BEFORE = _samples("prompt_length_before", "int64", "tokens of the prompt before it was truncated")
@@ -83,6 +87,7 @@ REWARD_ERROR = _samples("reward_error", "object", "why the reward function faile
 BASELINE_SCORE = _samples("baseline_score", "float64", "reward of a greedy response to the prompt (remax)")
 REWARDS = _samples("rewards", "float64", "score and penalty, less the KL with use_kl_in_reward")
 NUM_LOSS_TOKENS = _samples("num_loss_tokens", "int64", "tokens of loss_mask")
+EPISODE_LOSS_TOKENS = _samples("episode_loss_tokens", "int64", "loss tokens of all rows of the episode (`episodes`)")
 REWARD_KL = _samples("reward_kl", "float64", "KL to the reference, summed over the sampled tokens")
 SCORES = _samples("scores", "float32", "output of the reward model after the last token")
 # An estimator of samples makes one advantage for each sample, an estimator of tokens one for each token.

@@ -1,6 +1,6 @@
 """Programs: async functions that make one sample each, and what they work with. `single_turn` is the default.
 
-    async def program(prompt, servers, tools) -> Trajectory
+    async def program(prompt, servers, tools) -> Trajectory | list[Trajectory]
 
 asks the servers as often as it likes and adds tokens between the answers (of a tool, of an environment).
 """
@@ -8,7 +8,7 @@ asks the servers as often as it likes and adds tokens between the answers (of a 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -43,11 +43,12 @@ class Observation:
 
 @dataclass
 class Trajectory:
-    """One sample in the making: the prompt, and after it what the policy sampled and what it was shown, in order.
+    """One sequence of a sample: a prompt, and after it what the policy sampled and what it was shown, in order.
 
     uid, sample_index: its group and its index there.  max_tokens: most tokens after the prompt, sampled or not.
     reward: the program's own score, in place of the reward function's; None: the reward function is asked.
     extra: values beside the reward, logged as those of a reward function.
+    agent: name of the agent that acts in it (`batch.episodes`); one that is alone needs none.
     """
 
     uid: int
@@ -59,6 +60,7 @@ class Trajectory:
     extra: dict[str, Any] = field(default_factory=dict)
     # Whether tokens were left out for lack of room.
     is_cut: bool = False
+    agent: str = ""
 
     @property
     def turns(self) -> list[GenerateOutput]:
@@ -129,6 +131,27 @@ class Trajectory:
         if kept:
             self.parts.append(Observation(kept))
 
+    def branch(self) -> Trajectory:
+        """Makes a trajectory that begins with all tokens of this one, and trains none of these again."""
+        parts: list[GenerateOutput | Observation] = [Observation(self.token_ids)] if self.parts else []
+        return replace(self, parts=parts, reward=None, extra={})
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one run of a program made, in the order in which it returned them; an agent's follow one another."""
+
+    uid: int
+    sample_index: int
+    trajectories: list[Trajectory]
+
+    @property
+    def episodes(self) -> list[list[Trajectory]]:
+        """The trajectories of each agent: what has one score."""
+        return [
+            [t for t in self.trajectories if t.agent == name] for name in {t.agent: None for t in self.trajectories}
+        ]
+
 
 @dataclass
 class Ask:
@@ -156,9 +179,10 @@ TurnMaker = Callable[["Servers", int, Ask], Awaitable[GenerateOutput]]
 class Servers:
     """The rollout servers, as the program of one sample asks them.
 
+    max_prompt_length: most tokens of a prompt that the program brings; None: any number.
     routing: turns have the experts of their tokens (`GenerateRequest.routing`); None: not.
     asks: its turns, in the order in which they were asked for. A program that begins again gets its earlier turns from
-    here, as long as it asks for the same; the first that is not finished is continued.
+    here, where it asks for the same; those that are not finished are continued.
     """
 
     def __init__(
@@ -170,17 +194,28 @@ class Servers:
         uid: int,
         sample_index: int,
         seed: int,
+        max_prompt_length: int | None = None,
         routing: RoutingShape | None = None,
         asks: Sequence[Ask] = (),
     ) -> None:
+        self.max_prompt_length = max_prompt_length
         self._make_turn, self.prompt_ids, self.sampling = make_turn, prompt_ids, sampling
         self.uid, self.sample_index, self.seed, self.routing = uid, sample_index, seed, routing
         self.asks: list[Ask] = []
         self._before = list(asks)
 
-    def begin(self) -> Trajectory:
-        """Makes a trajectory that has the prompt alone."""
-        return Trajectory(self.uid, self.sample_index, self.prompt_ids, self.sampling.max_new_tokens)
+    def begin(self, prompt_ids: Sequence[int] | None = None, *, agent: str = "") -> Trajectory:
+        """Makes a trajectory that has a prompt alone: the row's, or another one, as of a sub-agent.
+
+        Raises ValueError for an empty prompt, or one over data.max_prompt_length.
+        """
+        ids = self.prompt_ids if prompt_ids is None else list(prompt_ids)
+        if not ids or (prompt_ids is not None and len(ids) > (self.max_prompt_length or len(ids))):
+            raise ValueError(
+                f"servers.begin: a prompt of {len(ids)} tokens; it must have 1 to "
+                f"data.max_prompt_length={self.max_prompt_length}"
+            )
+        return Trajectory(self.uid, self.sample_index, ids, self.sampling.max_new_tokens, agent=agent)
 
     async def generate(
         self,
@@ -211,11 +246,9 @@ class Servers:
         ask = Ask(context, sampling, routed_from=trajectory.num_routed)
         number = len(self.asks)
         self.asks.append(ask)
-        if number < len(self._before) and self._before[number].is_for_the_same(ask):
-            ask.output = self._before[number].output
-        else:
-            # Later turns belong to another conversation.
-            del self._before[number:]
+        before = next((place for place, other in enumerate(self._before) if other.is_for_the_same(ask)), None)
+        if before is not None:
+            ask.output = self._before.pop(before).output
         if ask.output is None or not ask.output.finished:
             ask.output = await self._make_turn(self, number, ask)
         trajectory.parts.append(ask.output)
@@ -223,8 +256,8 @@ class Servers:
 
     def record(self) -> list[Ask]:
         """The `asks` for a program that begins again: the turns that it asked for, then earlier ones that it did not
-        reach."""
-        return self.asks + self._before[len(self.asks) :]
+        ask for again."""
+        return self.asks + self._before
 
 
 @dataclass(frozen=True)
@@ -246,7 +279,7 @@ class Tools:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
-Program = Callable[["PromptRow", Servers, Tools], Awaitable[Trajectory]]
+Program = Callable[["PromptRow", Servers, Tools], Awaitable["Trajectory | list[Trajectory]"]]
 
 
 async def single_turn(prompt: PromptRow, servers: Servers, tools: Tools) -> Trajectory:
@@ -268,13 +301,13 @@ def load_program(config: ProgramConfig) -> Program:
     return load_function(config.path, config.name, KEY, ARGUMENTS, is_kind=is_kind, kind="async function")
 
 
-async def run_program(program: Program, prompt: PromptRow, servers: Servers, tools: Tools) -> Trajectory:
-    """Runs a program and returns its trajectory. Raises UserCodeError, with sample and line, for what the user's code
-    raises, or returns in place of a finished trajectory; errors of servers pass through. The user's code gets a copy of
+async def run_program(program: Program, prompt: PromptRow, servers: Servers, tools: Tools) -> Sample:
+    """Runs a program and returns its sample. Raises UserCodeError, with sample and line, for what the user's code
+    raises, or returns in place of finished trajectories; errors of servers pass through. The user's code gets a copy of
     the prompt, which the samples of a group share."""
     sample = f"prompt {prompt.uid} sample {servers.sample_index}"
     try:
-        trajectory = await program(deepcopy(prompt) if is_users_own(program) else prompt, servers, tools)
+        returned = await program(deepcopy(prompt) if is_users_own(program) else prompt, servers, tools)
     except (UserError, RunError):
         raise
     except Exception as error:
@@ -283,15 +316,34 @@ async def run_program(program: Program, prompt: PromptRow, servers: Servers, too
         raise UserCodeError(
             f"{KEY}: {place_of(program)} raised {cause_of(error, file_of(program))}, on {sample}"
         ) from error
-    wrong = _wrong(trajectory, servers)
-    if wrong:
+    trajectories = list(returned) if isinstance(returned, list | tuple) else [returned]
+    if wrong := next(_wrongs(returned, trajectories, servers), None):
         raise UserCodeError(f"{KEY}: {place_of(program)} {wrong}, on {sample}")
-    return trajectory
+    names = list(dict.fromkeys(trajectory.agent for trajectory in trajectories))
+    trajectories.sort(key=lambda trajectory: names.index(trajectory.agent))
+    return Sample(servers.uid, servers.sample_index, trajectories)
 
 
-def _wrong(returned: Any, servers: Servers) -> str | None:
-    if not isinstance(returned, Trajectory):
-        return f"returned {returned!r:.200}; return the trajectory that servers.begin() gave"
+def _wrongs(returned: Any, trajectories: Sequence[Any], servers: Servers) -> Iterator[str]:
+    if not trajectories or not all(isinstance(trajectory, Trajectory) for trajectory in trajectories):
+        yield f"returned {returned!r:.200}; return the trajectory that servers.begin() gave, or a list of such"
+        return
+    for trajectory in trajectories:
+        if wrong := _wrong(trajectory, servers):
+            yield wrong
+    turns = [id(turn) for trajectory in trajectories for turn in trajectory.turns]
+    if len(set(turns)) < len(turns):
+        yield "returned a turn in two trajectories, which would train it twice; go on from one by trajectory.branch()"
+    for episode in Sample(0, 0, list(trajectories)).episodes:
+        rewards = {trajectory.reward for trajectory in episode if trajectory.reward is not None}
+        if len(rewards) > 1:
+            yield (
+                f"set rewards {sorted(rewards)} on trajectories of one agent ({episode[0].agent!r}), which have one "
+                "score; set one, or begin them with names of their own: servers.begin(agent=...)"
+            )
+
+
+def _wrong(returned: Trajectory, servers: Servers) -> str | None:
     if (returned.uid, returned.sample_index) != (servers.uid, servers.sample_index):
         return "returned the trajectory of another sample; return one that its own servers.begin() gave"
     if not returned.turns:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from scalerl.rollout.dispatcher import STOP_POLL_S, Dispatcher
-from scalerl.rollout.program import Ask, Program, Servers, Tools, Trajectory, run_program
+from scalerl.rollout.program import Ask, Program, Sample, Servers, Tools, run_program
 from scalerl.rollout.servers.client import RolloutClient
 from scalerl.rollout.servers.requests import (
     ABORTED,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class SampleRequest:
     """One sample of a group. seed: fixes what it draws on the embedded engine.  asks: the turns of an interrupted
-    program (`Servers.asks`); () begins anew.  routing: as `Servers`."""
+    program (`Servers.asks`); () begins anew.  routing, max_prompt_length: as `Servers`."""
 
     uid: int
     sample_index: int
@@ -42,6 +42,7 @@ class SampleRequest:
     seed: int
     asks: Sequence[Ask] = ()
     routing: RoutingShape | None = None
+    max_prompt_length: int | None = None
 
 
 async def make_samples(
@@ -49,14 +50,14 @@ async def make_samples(
     requests: Sequence[SampleRequest],
     program: Program,
     tokenizer: Any,
-    on_sample: Callable[[Trajectory], None],
+    on_sample: Callable[[Sample], None],
     *,
     stop_when: Callable[[], bool] | None = None,
     replacements: Replacements | None = None,
 ) -> dict[tuple[int, int], list[Ask]]:
     """Makes the samples. Returns (uid, sample_index) -> the turns so far of each unfinished one; {} unless stopped.
 
-    on_sample: gets each trajectory as soon as its program returns it.
+    on_sample: gets each sample as soon as its program returns.
     stop_when: as `Dispatcher.stop_when`; programs are cancelled then.
     replacements: as `Dispatcher`'s. A paused turn is continued under the weights that follow.
 
@@ -75,6 +76,7 @@ async def make_samples(
             sample_index=request.sample_index,
             seed=request.seed,
             routing=request.routing,
+            max_prompt_length=request.max_prompt_length,
             asks=request.asks,
         )
         for request in requests

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from scalerl.batch import Alignment, SizeKeys, StepPlan, plan_step
+from scalerl.batch import Alignment, SizeKeys, StepPlan, episodes, plan_step
 from scalerl.cluster.batch import HeldRows
 from scalerl.config import LayoutSizes
 from scalerl.models.flops import FlopsShape
@@ -53,10 +54,13 @@ class Planner:
 
     def plan(self, samples: HeldRows) -> StepPlan:
         """Plans mini-batches of whole groups in the order of the prompts; equal planners make equal plans."""
-        size, rows = self.samples_per_update or len(samples), range(len(samples))
+        rows = range(len(samples))
+        # A sample may have several rows.
+        of_updates = episodes.sample_starts(samples.samples)[:: self.samples_per_update or len(samples)]
+        starts = [*of_updates.tolist(), len(samples)]
         return plan_step(
             samples.num_tokens_S,
-            mini_batches=[rows[start : start + size] for start in range(0, len(samples), size)],
+            mini_batches=[rows[start:end] for start, end in itertools.pairwise(starts)],
             workload_S=self.flops.forward_each(samples.num_tokens_S),
             name_of=lambda row: f"prompt {samples.samples['prompt_uid'][row]}",
             keys=self.keys,

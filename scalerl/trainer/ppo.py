@@ -10,6 +10,7 @@ from scalerl.algorithms import KLController
 from scalerl.algorithms.one_pass import is_one_pass_enough
 from scalerl.base.random_states import generator_states, restore_generators
 from scalerl.base.stop import StopRequest
+from scalerl.batch import episodes
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config import PPOConfig
 from scalerl.rollout.sampling.rollout import HybridRollout
@@ -216,9 +217,11 @@ def validate(run: Run) -> dict[str, float]:
         texts = run.rollout.texts(samples, rows, "val", with_special_tokens=with_special)
         run.tracker.log_table("val/generations", *generations_table(columns, texts), step=run.step)
     run.rollout.drop(samples)
-    failed = columns["reward_failed"] if run.config.reward_model.on_error == "zero" else None
-    sources, scores = columns["data_source"], columns["score"]
-    metrics = validation_metrics(sources, columns["uid"], scores, columns["reward_extra"], failed)
+    scored = episodes.columns(columns)
+    failed = scored["reward_failed"] if run.config.reward_model.on_error == "zero" else None
+    # Agents that have names are counted apart.
+    sources = ["/".join(filter(None, names)) for names in zip(scored["data_source"], scored["agent"], strict=True)]
+    metrics = validation_metrics(sources, scored["uid"], scored["score"], scored["reward_extra"], failed)
     run.saves.tested(run.step, metrics)
     run.tested_at = run.step
     return metrics

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from scalerl.algorithms import AdvantageEstimator, KLController, get_adv_estimator
+from scalerl.batch import episodes
 from scalerl.batch.columns import BASELINE_SCORE
 from scalerl.cluster.batch import HeldRows, PlacedBatch
 from scalerl.config.schema import AlgorithmConfig
@@ -74,11 +75,13 @@ def sample_advantages(
 ) -> np.ndarray:
     """The advantages [S] of an estimator of samples, which sees no failed sample.
 
-    A failed sample has the lowest advantage of its group, at most 0. A sample whose siblings have all failed has 0:
-    there is nothing to compare it with.
+    The rows of an episode have one advantage (`episodes`). A failed sample has the lowest advantage of its group, at
+    most 0. A sample whose siblings have all failed has 0: there is nothing to compare it with.
     """
-    failed_S = samples["reward_failed"]
-    _, group_S, counts_G = np.unique(samples["uid"], return_inverse=True, return_counts=True)
+    episode_S, groups_S = episodes.of_rows(samples), episodes.groups(samples)
+    samples = episodes.columns({**samples, "group": groups_S})
+    failed_S, groups_S = samples["reward_failed"], samples["group"]
+    _, group_S, counts_G = np.unique(groups_S, return_inverse=True, return_counts=True)
     num_scored_G = np.bincount(group_S[~failed_S], minlength=len(counts_G))
     is_compared_S = ~failed_S & ((num_scored_G > 1) | (counts_G == 1))[group_S]
     advantages_S, worst_G = np.zeros(len(failed_S), np.float32), np.zeros(len(counts_G), np.float32)
@@ -86,22 +89,25 @@ def sample_advantages(
         # torch.tensor copies: columns that Ray delivered are not writable.
         rewards_S = torch.tensor(samples["rewards"][is_compared_S], dtype=torch.float64)
         columns = {name: samples[name][is_compared_S] for name in estimator.needs}
-        advantages_S[is_compared_S] = estimator(rewards_S, samples["uid"][is_compared_S], config, **columns).numpy()
+        advantages_S[is_compared_S] = estimator(rewards_S, groups_S[is_compared_S], config, **columns).numpy()
     np.minimum.at(worst_G, group_S[is_compared_S], advantages_S[is_compared_S])
     advantages_S[failed_S] = worst_G[group_S[failed_S]]
-    return advantages_S
+    return advantages_S[episode_S]
 
 
 def penalize_kl(
     actor: MegatronActor, batch: PlacedBatch, kind: str, kl: KLController
 ) -> tuple[PlacedBatch, dict[str, Metric]]:
-    """Takes coef * (KL summed over the tokens) off the sample column rewards, then updates the controller."""
-    sums_S, lengths_S = actor.reward_kl(batch, kind), batch.samples["num_sampled_tokens"]
-    has_tokens_S = lengths_S > 0
-    mean = float(np.mean(sums_S[has_tokens_S] / lengths_S[has_tokens_S])) if has_tokens_S.any() else 0.0
+    """Takes coef * (KL summed over the tokens of the episode) off the sample column rewards, then updates the
+    controller."""
+    sums_E = episodes.sums(batch.samples, actor.reward_kl(batch, kind))
+    lengths_E = episodes.sums(batch.samples, batch.samples["num_sampled_tokens"])
+    has_tokens_E = lengths_E > 0
+    mean = float(np.mean(sums_E[has_tokens_E] / lengths_E[has_tokens_E])) if has_tokens_E.any() else 0.0
     coef = kl.coef
-    kl.update(mean, len(lengths_S))
-    return batch.with_samples(rewards=batch.samples["rewards"] - coef * sums_S), {
+    kl.update(mean, len(lengths_E))
+    penalty_S = coef * sums_E[episodes.of_rows(batch.samples)]
+    return batch.with_samples(rewards=batch.samples["rewards"] - penalty_S), {
         "actor/reward_kl_penalty": Metric(mean, "mean"),
         "actor/reward_kl_penalty_coeff": Metric(coef, "mean"),
     }

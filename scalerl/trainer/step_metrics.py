@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from scalerl.algorithms import rollout_corr_metrics
-from scalerl.batch import StepPlan, packing_metrics, seqlen_metrics
+from scalerl.batch import StepPlan, episodes, packing_metrics, seqlen_metrics
 from scalerl.config import PPOConfig, num_devices
 from scalerl.models.flops import FlopsShape, mfu
 from scalerl.rollout.sampling.groups import SCORE, GroupFilter, kept_uids
@@ -24,6 +24,8 @@ from scalerl.tracking.metrics import (
 from scalerl.tracking.metrics.failed_samples import with_wrong_extras
 
 NODE_MEMORY = "perf/cpu_memory_used_gb"
+# Metrics that count an episode once, however many rows it has.
+_OF_EPISODES = ("critic/score/", "critic/rewards/", "num_turns/")
 EQUAL_GROUPS = "reward/equal_groups_frac"
 
 
@@ -72,11 +74,13 @@ def step_metrics(
     metrics |= compute_data_metrics(
         samples, samples.get("advantages"), config.data.max_prompt_length, config.data.max_response_length
     )
-    extras = with_wrong_extras(samples["reward_extra"], samples["data_source"], samples["reward_failed"])
+    of_episodes = episodes.columns(samples)
+    metrics |= episode_metrics(samples, of_episodes)
+    extras = with_wrong_extras(*(of_episodes[name] for name in ("reward_extra", "data_source", "reward_failed")))
     metrics |= reward_extra_means(extras)
     num_groups, num_equal = count_equal_groups(samples)
     # A group of one is compared with nothing.
-    if num_groups < len(prompt_S):
+    if num_groups < len(episodes.sample_starts(samples)):
         metrics[EQUAL_GROUPS] = num_equal / num_groups
     metrics |= seqlen_metrics(num_tokens_S, outcome.plan) | packing_metrics(num_tokens_S, outcome.plan)
     num_sampled = int(samples.get("num_sampled_tokens", response_S).sum())
@@ -101,6 +105,24 @@ def step_metrics(
         utilization = mfu(flops, timing_s["old_log_prob"], actor.num_devices, actor.peak)
         metrics |= {} if utilization is None else {"perf/mfu/actor_infer": utilization}
     return metrics
+
+
+def episode_metrics(samples: Mapping[str, np.ndarray], of_episodes: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Scores, rewards and turns of episodes, and num_trajectories/*, where an episode has several rows; else {}.
+
+    of_episodes: `episodes.columns` of the samples.
+    """
+    num_rows, num_episodes = len(samples["uid"]), len(of_episodes["uid"])
+    if num_rows == num_episodes:
+        return {}
+    counted = compute_data_metrics(of_episodes)
+    means = {name: counted[name] for name in counted if name.startswith(_OF_EPISODES)}
+    counts_E = np.bincount(episodes.of_rows(samples))
+    return means | {
+        "num_trajectories/mean": num_rows / num_episodes,
+        "num_trajectories/max": float(counts_E.max()),
+        "num_trajectories/min": float(counts_E.min()),
+    }
 
 
 def count_equal_groups(samples: Mapping[str, np.ndarray]) -> tuple[int, int]:

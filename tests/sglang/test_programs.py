@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from scalerl.data import PromptRow
-from scalerl.rollout.program import Ask, Program, Servers, Tools, Trajectory, single_turn
+from scalerl.rollout.program import Ask, Program, Sample, Servers, Tools, Trajectory, single_turn
 from scalerl.rollout.samples import SampleRequest, make_samples
 from scalerl.rollout.servers.client import RolloutClient, SamplingParams
 from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, Engine, Model
@@ -78,14 +78,13 @@ def made(
     clients: Sequence[RolloutClient],
     asked: Sequence[SampleRequest],
     program: Program = with_a_tool,
-    stop_when: Callable[[list[Trajectory]], bool] | None = None,
+    stop_when: Callable[[list[Sample]], bool] | None = None,
     **kwargs: Any,
 ) -> tuple[dict[tuple[int, int], Trajectory], dict[tuple[int, int], list[Ask]]]:
-    trajectories: list[Trajectory] = []
-    stop = None if stop_when is None else lambda: stop_when(trajectories)
-    left = asyncio.run(
-        make_samples(clients, asked, program, Tokenizer(), trajectories.append, stop_when=stop, **kwargs)
-    )
+    samples: list[Sample] = []
+    stop = None if stop_when is None else lambda: stop_when(samples)
+    left = asyncio.run(make_samples(clients, asked, program, Tokenizer(), samples.append, stop_when=stop, **kwargs))
+    trajectories = [trajectory for sample in samples for trajectory in sample.trajectories]
     assert len({(t.uid, t.sample_index) for t in trajectories}) == len(trajectories), "a sample came twice"
     return {(t.uid, t.sample_index): t for t in trajectories}, left
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from scalerl.base.user_code import forget_files
-from scalerl.batch.columns import ROUTED_EXPERTS
+from scalerl.batch.columns import ROUTED_EXPERTS, TRAJECTORY_INDEX
 from scalerl.checkpoint.store import check_checkpoint, read_trainer_state
 from scalerl.config import PPOConfig, compose, num_devices, trained_layout
 from scalerl.config.save import RESOLVED_CONFIG
@@ -209,6 +209,8 @@ def read_dump(path: Path) -> tuple[DataProto, dict[str, np.ndarray]]:
             samples[name][:] = [json.loads(value) for value in values] if name == "reward_extra" else values
         else:
             samples[name] = dump[name].to_numpy()
+    # A dump of an earlier version has samples of one trajectory.
+    samples.setdefault(TRAJECTORY_INDEX.name, np.zeros(len(dump), np.int64))
     return DataProto(tokens), samples
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from scalerl.rewards import ScoreResult
-    from scalerl.rollout.program import Trajectory
+    from scalerl.rollout.program import Sample, Trajectory
 
 # The metric of a filter that every sample has.
 SCORE = "score"
@@ -50,7 +50,7 @@ class SampleGroup:
 
 @dataclass(frozen=True)
 class GroupFilter:
-    """Keeps groups whose samples differ in a metric.
+    """Keeps groups whose samples differ in a metric: those of one agent, where agents have names.
 
     metric: SCORE, which is before penalties, or a number that the reward function returns beside it.
     """
@@ -62,14 +62,18 @@ class GroupFilter:
         scores: Sequence[float] | np.ndarray,
         extras: Sequence[Mapping[str, Any]] | np.ndarray,
         failed: Sequence[bool] | np.ndarray,
+        agents: Sequence[str] | np.ndarray | None = None,
     ) -> bool:
         """Whether the samples of a group that have a score differ: where they do not, every advantage is 0.
 
         Raises ValueError when one of them has no such number.
         """
-        scored = [row for row, is_failed in enumerate(failed) if not is_failed]
-        values = [scores[row] if self.metric == SCORE else self._of(extras[row]) for row in scored]
-        return bool(values) and max(values) > min(values)
+        values: dict[str, list[float]] = {}
+        for row, is_failed in enumerate(failed):
+            if not is_failed:
+                value = scores[row] if self.metric == SCORE else self._of(extras[row])
+                values.setdefault("" if agents is None else agents[row], []).append(value)
+        return any(max(of_agent) > min(of_agent) for of_agent in values.values())
 
     def _of(self, extra: Mapping[str, Any]) -> float:
         value = extra.get(self.metric)
@@ -96,7 +100,7 @@ def kept_uids(samples: Mapping[str, np.ndarray], keep: GroupFilter | None) -> li
     rows: dict[int, list[int]] = {}
     for row, uid in enumerate(samples["uid"].tolist()):
         rows.setdefault(uid, []).append(row)
-    columns = [samples[name] for name in ("score", "reward_extra", "reward_failed")]
+    columns = [samples[name] for name in ("score", "reward_extra", "reward_failed", "agent") if name in samples]
     return [uid for uid, mine in rows.items() if keep.keeps(*(column[mine] for column in columns))]
 
 
@@ -104,18 +108,19 @@ class GroupScores:
     """The scores of one generation with n samples per group."""
 
     def __init__(
-        self, n: int, score: Callable[[Trajectory], Coroutine[Any, Any, ScoreResult]], enough: EarlyEnd | None
+        self, n: int, score: Callable[[Sample], Coroutine[Any, Any, list[ScoreResult]]], enough: EarlyEnd | None
     ) -> None:
+        """Begins without a sample.  score: the results of a sample, one for each trajectory."""
         self.n, self.score, self.enough = n, score, enough
-        self.samples: dict[int, list[Trajectory]] = {}
-        self.tasks: dict[tuple[int, int], asyncio.Task[ScoreResult]] = {}
+        self.samples: dict[int, list[Sample]] = {}
+        self.tasks: dict[tuple[int, int], asyncio.Task[list[ScoreResult]]] = {}
         self.kept: set[int] = set()
         # uid of a group -> how many of its scores are there, or failed.
         self.num_scored: dict[int, int] = {}
         # Groups with all scores that are not known to be kept or dropped yet.
         self.unjudged: set[int] = set()
 
-    def add(self, sample: Trajectory) -> None:
+    def add(self, sample: Sample) -> None:
         """Starts to score a finished sample."""
         self.samples.setdefault(sample.uid, []).append(sample)
         task = self.tasks[sample.uid, sample.sample_index] = asyncio.ensure_future(self.score(sample))
@@ -130,14 +135,19 @@ class GroupScores:
     def is_finished(self, uid: int) -> bool:
         return len(self.samples.get(uid, ())) == self.n
 
-    def finished(self, uid: int) -> list[Trajectory]:
+    def finished(self, uid: int) -> list[Sample]:
         """The group's finished samples."""
         return self.samples.get(uid, [])
 
     async def of(self, uid: int) -> list[tuple[Trajectory, ScoreResult]]:
-        """The samples of a finished group with their scores, by sample index. Raises what scoring raised."""
+        """The trajectories of a finished group with their scores, by sample index. Raises what scoring raised."""
         samples = sorted(self.samples[uid], key=lambda sample: sample.sample_index)
-        return [(sample, await self.tasks[uid, sample.sample_index]) for sample in samples]
+        results = [await self.tasks[uid, sample.sample_index] for sample in samples]
+        return [
+            row
+            for sample, scored in zip(samples, results, strict=True)
+            for row in zip(sample.trajectories, scored, strict=True)
+        ]
 
     def are_enough(self) -> bool:
         """Whether enough groups are kept, or scoring failed: the generation is over then too, and `of` says why."""
@@ -147,10 +157,11 @@ class GroupScores:
             if any(task.cancelled() or task.exception() for task in tasks):
                 return True
             self.unjudged.discard(uid)
-            results = [task.result() for task in tasks]
+            results = [result for task in tasks for result in task.result()]
             keep = self.enough.keep
             scores, extras, failed = zip(*((r.score, r.extra, r.error is not None) for r in results), strict=True)
-            if keep is None or keep.keeps(scores, extras, failed):
+            agents = [t.agent for sample in self.samples[uid] for t in sample.trajectories]
+            if keep is None or keep.keeps(scores, extras, failed, agents):
                 self.kept.add(uid)
         return len(self.kept) >= self.enough.num_groups
 

@@ -16,7 +16,7 @@ import ray
 
 from scalerl.algorithms import policy_loss_columns
 from scalerl.base.user_code import absolute
-from scalerl.batch import StepPlan
+from scalerl.batch import StepPlan, episodes
 from scalerl.batch.columns import COLUMNS, ROUTED_EXPERTS
 from scalerl.cluster.batch import TOKENS, HeldRows, PlacedBatch
 from scalerl.cluster.failures import WorkerError, values_of
@@ -117,6 +117,7 @@ class HybridRollout:
                 user_files=absolute(config.trainer.import_files),
                 loss_columns=[name for name in policy_loss_columns(loss_mode) if name not in COLUMNS],
                 routing=servers.routing,
+                max_prompt_length=config.data.max_prompt_length,
             )
             for mine in shares
         ]
@@ -156,8 +157,9 @@ class HybridRollout:
         finished = self.finish(self._begin("train", groups, 1, sampling, keep=False))
         greedy = finished.samples.samples
         rewards = np.where(greedy["reward_failed"], np.nan, greedy["score"] + greedy["reward_penalty"])
-        reward_of = dict(zip(greedy["uid"].tolist(), rewards.tolist(), strict=True))
-        return np.array([reward_of[uid] for uid in samples.samples["uid"].tolist()]), finished.metrics
+        reward_of = dict(zip(_uids_and_agents(greedy), rewards.tolist(), strict=True))
+        # An agent that the greedy sample has not needed has no baseline, as if it had failed.
+        return np.array([reward_of.get(key, np.nan) for key in _uids_and_agents(samples.samples)]), finished.metrics
 
     def validate(self, *, step: int) -> tuple[HeldRows, Metrics]:
         """Draws samples for every validation prompt by rollout.val_kwargs, and scores them."""
@@ -195,7 +197,7 @@ class HybridRollout:
         failed = samples["reward_failed"]
         self._say_why_failed(samples)
         held = finished.samples.with_samples(score=as_wrong(samples["score"], samples["data_source"], failed))
-        num_failed = Metric(float(failed.sum()), "sum")
+        num_failed = Metric(float(failed[episodes.starts(samples)].sum()), "sum")
         return replace(finished, samples=held, metrics=finished.metrics | {"reward/num_failed": num_failed})
 
     def _say_why_failed(self, samples: Mapping[str, np.ndarray]) -> None:
@@ -205,11 +207,12 @@ class HybridRollout:
         if self.said.issuperset(causes):
             return
         self.said.update(causes)
+        starts_E = episodes.starts(samples)
         log.warning(
             "%d of %d samples have no score and count as wrong (reward_model.on_error=zero); the first, of prompt %d: "
             "%s",
-            len(failed_rows),
-            len(samples["reward_failed"]),
+            samples["reward_failed"][starts_E].sum(),
+            len(starts_E),
             samples["prompt_uid"][failed_rows[0]],
             *causes,
         )
@@ -367,6 +370,10 @@ def merged(groups: Sequence[SampleGroup], made: Mapping[int, GeneratedBatch]) ->
         {"timing_s/gen/reward_wait": Metric(reward_wait_s, "max")},
         sorted(unfinished, key=lambda group: position_of[group.uid]),
     )
+
+
+def _uids_and_agents(samples: Mapping[str, np.ndarray]) -> list[tuple[int, str]]:
+    return list(zip(samples["uid"].tolist(), samples["agent"].tolist(), strict=True))
 
 
 UserFile = TypeVar("UserFile", CustomRewardFunctionConfig, ProgramConfig)

@@ -1,4 +1,4 @@
-"""The columns of a batch of samples: what each drew, its tokens end to end, and what it is worth. S samples."""
+"""The columns of a batch: what each trajectory drew, its tokens end to end, and what it is worth. S trajectories."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def to_batch(
     more: Sequence[str] = (),
     routing: RoutingShape | None = None,
 ) -> DataProto:
-    """The batch of these samples, one row each, with the prompt, score and seed of each: [S].
+    """The batch of these trajectories, one row each, with the prompt, score and seed of its sample: [S].
+
+    Those of a sample follow one another, and among them those of an agent.
 
     more: names of further columns (`numbers_of`).  routing: of the column routed_experts; None: there is none.
     """
@@ -38,9 +40,15 @@ def to_batch(
         "uid": np.array([t.uid for t in trajectories]),
         "prompt_uid": np.array([p.uid for p in prompts]),
         "sample_index": np.array([t.sample_index for t in trajectories]),
+        "trajectory_index": _positions([(t.uid, t.sample_index) for t in trajectories]),
         "seed": np.array(seeds, dtype=np.int64),
-        "prompt_length": np.array([len(p.input_ids) for p in prompts]),
-        "prompt_length_before": np.array([p.prompt_length_before for p in prompts]),
+        "prompt_length": np.array([len(t.prompt_ids) for t in trajectories]),
+        "prompt_length_before": np.array(
+            [
+                prompt.prompt_length_before if t.prompt_ids == prompt.input_ids else len(t.prompt_ids)
+                for t, prompt in zip(trajectories, prompts, strict=True)
+            ]
+        ),
         "response_length": np.array([t.num_tokens for t in trajectories]),
         "num_sampled_tokens": np.array([t.num_sampled_tokens for t in trajectories]),
         "num_turns": np.array([len(t.turns) for t in trajectories]),
@@ -50,6 +58,7 @@ def to_batch(
         "policy_version": np.array([t.policy_version for t in trajectories]),
     }
     for name, values in {
+        "agent": [t.agent for t in trajectories],
         "finish_reason": [t.finish_reason for t in trajectories],
         "data_source": [p.data_source for p in prompts],
         "reward_style": [p.reward_style for p in prompts],
@@ -59,6 +68,14 @@ def to_batch(
         samples[name] = np.empty(len(trajectories), dtype=object)
         samples[name][:] = values
     return DataProto(tokens, samples | {name: numbers_of(name, prompts, results) for name in more})
+
+
+def _positions(names: Sequence[tuple[int, int]]) -> np.ndarray:
+    """[S] how many rows before it have the name of a row.  names: [S], equal ones in a row."""
+    positions = np.zeros(len(names), dtype=np.int64)
+    for row in range(1, len(names)):
+        positions[row] = positions[row - 1] + 1 if names[row] == names[row - 1] else 0
+    return positions
 
 
 def numbers_of(name: str, prompts: Sequence[PromptRow], results: Sequence[ScoreResult]) -> np.ndarray:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from scalerl.config.schema import CustomRewardFunctionConfig, ProgramConfig, RewardModelConfig
     from scalerl.data import PromptRow
     from scalerl.models.routing import RoutingShape
-    from scalerl.rollout.program import Ask, Trajectory
+    from scalerl.rewards import ScoreResult
+    from scalerl.rollout.program import Ask, Sample, Trajectory
     from scalerl.rollout.samples import SampleRequest
     from scalerl.rollout.sampling.groups import EarlyEnd
     from scalerl.rollout.sampling.judge import Judge
@@ -55,7 +56,7 @@ class Interrupted:
     """A group that an early end left. asks: index of an unfinished sample -> its turns so far."""
 
     asks: dict[int, list[Ask]]
-    finished: list[Trajectory]
+    finished: list[Sample]
 
 
 class RolloutWorker(HeldBatches, Reusable):
@@ -73,6 +74,7 @@ class RolloutWorker(HeldBatches, Reusable):
         user_files: Sequence[str] = (),
         loss_columns: Sequence[str] = (),
         routing: RoutingShape | None = None,
+        max_prompt_length: int | None = None,
     ) -> None:
         """Loads the tokenizer and the reward functions; servers come with `connect`.
 
@@ -81,6 +83,7 @@ class RolloutWorker(HeldBatches, Reusable):
         user_files: register what the configuration names.
         loss_columns: names of the numbers of a training sample that the policy loss needs (`numbers_of`).
         routing: training samples have the column routed_experts; None: they have not.
+        max_prompt_length: as `Servers`.
         """
         import ray
 
@@ -99,6 +102,7 @@ class RolloutWorker(HeldBatches, Reusable):
         self.rewards = build_reward_manager(reward, custom_reward)
         self.program = load_program(program)
         self.model_scores, self.loss_columns, self.routing = reward.enable, loss_columns, routing
+        self.max_prompt_length = max_prompt_length
         self._judge = Judge(reward.judge, reward.on_error) if reward.judge.enable else None
         self._replacements: Replacements | None = None
         # Generations that run.
@@ -250,10 +254,10 @@ class RolloutWorker(HeldBatches, Reusable):
             self.early_ends.forget(generation)
         rows = [row for group in whole for row in results[group.uid]]
         batch = to_batch(
-            [sample for sample, _ in rows],
-            [prompts[sample.uid] for sample, _ in rows],
+            [trajectory for trajectory, _ in rows],
+            [prompts[trajectory.uid] for trajectory, _ in rows],
             [result for _, result in rows],
-            seeds=[self._seed(sample.uid, sample.sample_index) for sample, _ in rows],
+            seeds=[self._seed(trajectory.uid, trajectory.sample_index) for trajectory, _ in rows],
             more=self.loss_columns if dataset == "train" else (),
             routing=routing,
         )
@@ -279,19 +283,28 @@ class RolloutWorker(HeldBatches, Reusable):
         n: int,
         sampling: SamplingParams,
         routing: RoutingShape | None,
-    ) -> tuple[list[SampleRequest], list[Trajectory]]:
+    ) -> tuple[list[SampleRequest], list[Sample]]:
         """The samples to make, and those that interrupted groups have already.  prompts: uid of a group -> prompt."""
         from scalerl.rollout.samples import SampleRequest
 
         requests: list[SampleRequest] = []
-        finished: list[Trajectory] = []
+        finished: list[Sample] = []
         for group in groups:
             begun = self.interrupted.pop(group.uid, None) or Interrupted({index: [] for index in range(n)}, [])
             finished += begun.finished
             prompt = prompts[group.uid]
             own = sampling_of(dataset, prompt, sampling)
             requests += [
-                SampleRequest(group.uid, index, prompt, own, self._seed(group.uid, index), turns, routing)
+                SampleRequest(
+                    group.uid,
+                    index,
+                    prompt,
+                    own,
+                    self._seed(group.uid, index),
+                    turns,
+                    routing,
+                    self.max_prompt_length,
+                )
                 for index, turns in begun.asks.items()
             ]
         return requests, finished
@@ -304,31 +317,41 @@ class RolloutWorker(HeldBatches, Reusable):
         for uid in uids:
             self.interrupted.pop(uid, None)
 
-    async def _score(self, dataset: str, prompt: PromptRow, sample: Trajectory) -> Any:
+    async def _score(self, dataset: str, prompt: PromptRow, sample: Sample) -> list[ScoreResult]:
+        """The result of each trajectory: that of its episode."""
+        results = await asyncio.gather(*(self._score_episode(dataset, prompt, own) for own in sample.episodes))
+        return [result for result, episode in zip(results, sample.episodes, strict=True) for _ in episode]
+
+    async def _score_episode(self, dataset: str, prompt: PromptRow, episode: Sequence[Trajectory]) -> ScoreResult:
+        """The result of an episode: what its program set, or that of its last trajectory's response."""
         from scalerl.rewards import ScoreRequest, ScoreResult
         from scalerl.rewards.judge import STYLE
 
+        extra = {name: value for trajectory in episode for name, value in trajectory.extra.items()}
+        last = episode[-1]
         if self.model_scores and prompt.reward_style == "model":
             # NaN until the reward model has scored the sample: no advantage can be computed from it.
-            return ScoreResult(float("nan"), sample.extra)
-        if sample.reward is not None:
-            return ScoreResult(float(sample.reward), sample.extra)
+            return ScoreResult(float("nan"), extra)
+        reward = next((trajectory.reward for trajectory in episode if trajectory.reward is not None), None)
+        if reward is not None:
+            return ScoreResult(float(reward), extra)
+        agent = f" agent {last.agent}" if last.agent else ""
         request = ScoreRequest(
-            sample_name=f"{dataset} prompt {prompt.uid} sample {sample.sample_index}",
+            sample_name=f"{dataset} prompt {prompt.uid} sample {last.sample_index}{agent}",
             data_source=prompt.data_source,
             prompt_str=prompt.messages[-1]["content"],
-            solution_str=self.tokenizer.decode(sample.token_ids, skip_special_tokens=True),
+            solution_str=self.tokenizer.decode(last.token_ids, skip_special_tokens=True),
             ground_truth=prompt.ground_truth,
             extra_info=prompt.extra_info,
-            response_length=sample.num_tokens,
+            response_length=last.num_tokens,
         )
         if self._judge is not None and prompt.reward_style == STYLE:
-            step_and_position = SampleGroup.step_and_position(sample.uid)
-            seed = sample_seed(self.judge.config.seed, *step_and_position, sample.sample_index)
+            step_and_position = SampleGroup.step_and_position(last.uid)
+            seed = sample_seed(self.judge.config.seed, *step_and_position, last.sample_index)
             result = await self.judge.score(request, seed)
         else:
             result = await self.rewards.scored(request)
-        return replace(result, extra=sample.extra | result.extra) if sample.extra else result
+        return replace(result, extra=extra | result.extra) if extra else result
 
     def texts(
         self, batch_id: int, rows: Sequence[int], dataset: str, with_special_tokens: bool

@@ -14,6 +14,7 @@ import torch
 
 from scalerl.algorithms import AdvantageEstimator, get_adv_estimator, get_policy_loss, rewards_at_last_token
 from scalerl.base.user_code import UserCodeError, import_files, is_users_own, place_of
+from scalerl.batch import episodes
 from scalerl.batch.columns import BASELINE_SCORE
 from scalerl.batch.data_proto import DataProto
 from scalerl.config import PPOConfig, model_roles
@@ -23,7 +24,7 @@ from scalerl.config.schema import RunConfig
 from scalerl.rewards import RewardManager, ScoreRequest, ScoreResult, build_reward_manager
 from scalerl.rewards.judge import STYLE
 from scalerl.rewards.trial import TRIAL_RESPONSE, trial_results
-from scalerl.rollout.program import Ask, Program, Servers, Tools, Trajectory, load_program, run_program
+from scalerl.rollout.program import Ask, Program, Sample, Servers, Tools, load_program, run_program
 from scalerl.rollout.sampling.groups import SCORE
 from scalerl.rollout.sampling.sample_columns import to_batch
 from scalerl.rollout.servers.requests import GenerateOutput, SamplingParams
@@ -219,9 +220,9 @@ def own_code_violations(
     prompts = [dataset[uid % len(dataset)] for uid in range(NUM_GROUPS)]
     prompts = [prompt for prompt in prompts for _ in range(min(cfg.actor_rollout_ref.rollout.n, MOST_SAMPLES))]
     try:
-        trajectories = asyncio.run(_samples(cfg, program, prompts, tokenizer))
+        samples = asyncio.run(_samples(cfg, program, prompts, tokenizer))
         if is_users_own(estimator.function):
-            _try_estimator(cfg, estimator, prompts, trajectories)
+            _try_estimator(cfg, estimator, prompts, samples)
     except UserCodeError as error:
         yield f"{error}; tried with the response {TRIAL_RESPONSE!r} before the run starts"
     except TimeoutError:
@@ -230,7 +231,7 @@ def own_code_violations(
 
 async def _samples(
     cfg: PPOConfig, program: Program, prompts: Sequence[PromptRow], tokenizer: PreTrainedTokenizerBase
-) -> list[Trajectory]:
+) -> list[Sample]:
     answer = tokenizer.encode(TRIAL_RESPONSE, add_special_tokens=False) or [0]
 
     async def turn(sample: Servers, number: int, ask: Ask) -> GenerateOutput:
@@ -238,22 +239,33 @@ async def _samples(
         reason = "stop" if len(ids) == len(answer) else "length"
         return GenerateOutput(sample.uid, sample.sample_index, ids, [-1.0] * len(ids), reason, 0)
 
-    async def one(place: int, prompt: PromptRow) -> Trajectory:
+    async def one(place: int, prompt: PromptRow) -> Sample:
         group, index = divmod(place, len(prompts) // NUM_GROUPS)
         sampling = SamplingParams(cfg.data.max_response_length)
-        servers = Servers(turn, prompt.input_ids, sampling, uid=group, sample_index=index, seed=place)
+        servers = Servers(
+            turn,
+            prompt.input_ids,
+            sampling,
+            uid=group,
+            sample_index=index,
+            seed=place,
+            max_prompt_length=cfg.data.max_prompt_length,
+        )
         return await run_program(program, prompt, servers, Tools(tokenizer, place))
 
     return await asyncio.wait_for(asyncio.gather(*map(one, range(len(prompts)), prompts)), PROGRAM_S)
 
 
 def _try_estimator(
-    cfg: PPOConfig, estimator: AdvantageEstimator, prompts: Sequence[PromptRow], trajectories: Sequence[Trajectory]
+    cfg: PPOConfig, estimator: AdvantageEstimator, prompts: Sequence[PromptRow], samples: Sequence[Sample]
 ) -> None:
     """Calls the estimator on a batch of these samples: every second one of the first group is right, and all others."""
     scores = [ScoreResult(float(place % 2 or place >= len(prompts) // NUM_GROUPS)) for place in range(len(prompts))]
-    batch = to_batch(trajectories, prompts, scores, list(range(len(prompts))))
-    columns = _columns(cfg, batch)
+    rows = [(place, trajectory) for place, sample in enumerate(samples) for trajectory in sample.trajectories]
+    places, trajectories = [place for place, _ in rows], [trajectory for _, trajectory in rows]
+    batch = to_batch(trajectories, [prompts[place] for place in places], [scores[place] for place in places], places)
+    samples_S = batch.samples if estimator.per_token else episodes.columns(batch.samples)
+    columns = _columns(cfg, batch, samples_S)
     if missing := [name for name in estimator.needs if name not in columns]:
         if cfg.trainer.custom_fit.path is None:
             raise UserCodeError(
@@ -263,14 +275,14 @@ def _try_estimator(
         # A training loop of the user's may add it.
         return
     needed = {name: columns[name] for name in estimator.needs}
-    scores_S, mask = batch.samples["score"], batch.tokens["response_mask"]
+    scores_S, mask = samples_S["score"], batch.tokens["response_mask"]
     if estimator.per_token:
         tensors = {name: torch.as_tensor(column) for name, column in needed.items()}
         rewards_T = rewards_at_last_token(torch.tensor(scores_S, dtype=torch.float32), mask.values, mask.cu_seqlens)
         results = estimator(rewards_T, mask.values, mask.cu_seqlens, cfg.algorithm, **tensors)
         results = [result[mask.values] for result in results]
     else:
-        results = [estimator(torch.tensor(scores_S), batch.samples["uid"], cfg.algorithm, **needed)]
+        results = [estimator(torch.tensor(scores_S), episodes.groups(samples_S), cfg.algorithm, **needed)]
     if not all(result.isfinite().all() for result in results):
         raise UserCodeError(
             f"algorithm.adv_estimator: {place_of(estimator.function)} returned a number that is not finite for the "
@@ -278,7 +290,7 @@ def _try_estimator(
         )
 
 
-def _columns(cfg: PPOConfig, batch: DataProto) -> dict[str, Any]:
+def _columns(cfg: PPOConfig, batch: DataProto, samples_S: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """The columns that an estimator of this run may need, by name: [S], and of tokens [T]."""
     roles = {role.name for role in model_roles(cfg)}
     tokens = {name: column.values for name, column in batch.tokens.items()}
@@ -286,4 +298,4 @@ def _columns(cfg: PPOConfig, batch: DataProto) -> dict[str, Any]:
     made |= dict.fromkeys(("rollout_is_weights", "loss_mask"), corrects(cfg.algorithm.rollout_correction))
     zeros_T = torch.zeros_like(tokens["rollout_logprobs"])
     tokens |= {name: zeros_T for name, is_made in made.items() if is_made}
-    return {**batch.samples, BASELINE_SCORE.name: np.zeros(len(batch.samples["score"])), **tokens}
+    return {**samples_S, BASELINE_SCORE.name: np.zeros(len(samples_S["score"])), **tokens}

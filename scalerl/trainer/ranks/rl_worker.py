@@ -13,6 +13,7 @@ import torch
 from scalerl.algorithms import PolicyObjective, ValueObjective, aggregated, policy_loss_needs
 from scalerl.algorithms.losses import policy_loss_columns
 from scalerl.batch.columns import (
+    EPISODE_LOSS_TOKENS,
     INPUT_IDS,
     LOSS_MASK,
     OLD_LOGPROBS,
@@ -153,6 +154,7 @@ class RLWorker(MegatronWorker, WeightSource):
         if bypass_mode:
             shard = shard.union(DataProto({OLD_LOGPROBS.name: shard[ROLLOUT_LOGPROBS]}))
         corrected = LOSS_MASK.name in shard.tokens
+        in_episodes = EPISODE_LOSS_TOKENS.name in shard.tokens
         # The counts are those of all ranks, so that all of them leave the same ones out.
         kept = [index for index, total in enumerate(totals) if total["num_loss_tokens"] or not corrected]
         mini_batches, kept_totals = [micro_batches[index] for index in kept], [totals[index] for index in kept]
@@ -173,7 +175,7 @@ class RLWorker(MegatronWorker, WeightSource):
             mini_batches,
             config.ppo_epochs,
             kept_totals,
-            functools.partial(PolicyObjective, corrected=corrected),
+            functools.partial(PolicyObjective, corrected=corrected, in_episodes=in_episodes),
             config,
             temperature=temperature,
         )
@@ -199,9 +201,11 @@ class RLWorker(MegatronWorker, WeightSource):
         The old log-probs are the update's own, bit for bit what a pass before it would give.
         """
         (mini_batch,), (total,) = micro_batches, totals
-        objective = PolicyObjective(config, total["num_loss_tokens"], total["num_sequences"])
+        shard = _with_loss_columns(shard, config)
+        in_episodes = EPISODE_LOSS_TOKENS.name in shard.tokens
+        objective = PolicyObjective(config, total["num_loss_tokens"], total["num_sequences"], in_episodes=in_episodes)
         updated, outputs = self.engines["actor"].logprobs_and_update(
-            _with_loss_columns(shard, config), mini_batch, objective, temperature=temperature
+            shard, mini_batch, objective, temperature=temperature
         )
         # As in `_update`.
         torch.cuda.empty_cache()
@@ -214,7 +218,9 @@ class RLWorker(MegatronWorker, WeightSource):
         self, shard: DataProto, micro_batches: MicroBatches, *, config: CriticConfig, totals: list[dict[str, int]]
     ) -> Result:
         """Updates the critic, as update_actor does the actor, on the columns values and returns."""
-        updates = self._update("critic", shard, micro_batches, config.ppo_epochs, totals, ValueObjective, config)
+        shard = on_tokens(shard, EPISODE_LOSS_TOKENS.name)
+        objective = functools.partial(ValueObjective, in_episodes=EPISODE_LOSS_TOKENS.name in shard.tokens)
+        updates = self._update("critic", shard, micro_batches, config.ppo_epochs, totals, objective, config)
         return self.update_metrics(updates, "critic"), None
 
     def _update(
@@ -242,10 +248,15 @@ class RLWorker(MegatronWorker, WeightSource):
 
 
 def _with_loss_columns(shard: DataProto, config: ActorConfig) -> DataProto:
-    """The shard with advantages of tokens, and the columns that the policy loss needs: where the shard has a column of
-    samples, each token has its sample's value."""
+    """The shard with advantages of tokens, and the columns that the policy loss needs."""
+    needed = policy_loss_columns(config.policy_loss.loss_mode)
+    return on_tokens(shard, SAMPLE_ADVANTAGES.name, EPISODE_LOSS_TOKENS.name, *needed)
+
+
+def on_tokens(shard: DataProto, *names: str) -> DataProto:
+    """The shard with these columns of tokens: where it has a column of samples, each token has its sample's value."""
     ids = shard[INPUT_IDS]
-    for name in (SAMPLE_ADVANTAGES.name, *policy_loss_columns(config.policy_loss.loss_mode)):
+    for name in names:
         if name in shard.samples and name not in shard.tokens:
             values_S = shard.samples[name]
             values_S = torch.as_tensor(values_S.astype(np.float32) if values_S.dtype.kind == "f" else values_S)

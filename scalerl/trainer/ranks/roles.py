@@ -11,7 +11,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,8 +20,9 @@ import numpy as np
 
 from scalerl.algorithms import get_adv_estimator
 from scalerl.algorithms.losses import policy_loss_columns
-from scalerl.batch import StepPlan
+from scalerl.batch import StepPlan, episodes
 from scalerl.batch.columns import (
+    EPISODE_LOSS_TOKENS,
     INPUT_IDS,
     LOSS_MASK,
     NUM_LOSS_TOKENS,
@@ -51,10 +52,11 @@ from scalerl.cluster.batch import TOKENS, PlacedBatch
 from scalerl.cluster.dispatch import Collected, Future
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, RolloutCorrectionConfig
+from scalerl.config.schema.actor import PPOModelConfig
 from scalerl.errors import RunError, UserError
 from scalerl.tracking.metrics import Metric, Metrics, explained_variance_metrics
 from scalerl.trainer.ranks.rl_worker import RLWorker
-from scalerl.trainer.ranks.run_estimators import SAMPLE_NAMES
+from scalerl.trainer.ranks.run_estimators import ROW_NAMES
 from scalerl.trainer.ranks.worker import MegatronWorker
 from scalerl.trainer.saving.saves import Writing
 
@@ -222,7 +224,7 @@ class MegatronActor(TrainedModel):
             )
         names: list[Column | str] = [TOKEN_ADVANTAGES, *of_loss]
         names += [REF_LOGPROBS] if self.config.use_kl_loss else []
-        names += SAMPLE_NAMES if SELECTED.name in needs else []
+        names += ROW_NAMES if SELECTED.name in needs else []
         return names
 
     def evaluate_and_update(self, batch: PlacedBatch) -> tuple[PlacedBatch, Metrics]:
@@ -230,30 +232,33 @@ class MegatronActor(TrainedModel):
 
         Needs advantages.
         """
-        shards = batch.shards("actor", TOKENS, *_routed(batch), *self._loss_columns(batch))
-        metrics, _, columns = self.workers.call(
+        counted, of_episodes = _with_episodes(batch, self.config, NUM_SAMPLED_TOKENS)
+        columns = [*_routed(batch), *of_episodes, *self._loss_columns(batch)]
+        shards = counted.shards("actor", TOKENS, *columns)
+        metrics, _, old_logprobs = self.workers.call(
             RLWorker.evaluate_and_update_actor,
             shards,
             config=self.config,
             temperature=self.temperature,
-            totals=loss_totals(shards.plan, batch.samples[NUM_SAMPLED_TOKENS.name]),
+            totals=loss_totals(shards.plan, batch.samples, NUM_SAMPLED_TOKENS),
         )
-        return batch.with_column(OLD_LOGPROBS, "actor", columns), metrics | self._kl_coef()
+        return batch.with_column(OLD_LOGPROBS, "actor", old_logprobs), metrics | self._kl_coef()
 
     def _kl_coef(self) -> Metrics:
         return {"actor/kl_coef": Metric(self.config.kl_loss_coef, "mean")} if self.config.use_kl_loss else {}
 
     def update(self, batch: PlacedBatch) -> Metrics:
         """Makes one optimizer update for each mini-batch and epoch. Needs old_logprobs and advantages."""
-        columns = [*_routed(batch), *self._held_old_logprobs, *self._loss_columns(batch)]
-        shards = batch.shards("actor", TOKENS, *columns)
         counts = NUM_LOSS_TOKENS if batch.has(NUM_LOSS_TOKENS) else NUM_SAMPLED_TOKENS
+        counted, of_episodes = _with_episodes(batch, self.config, counts)
+        columns = [*_routed(batch), *of_episodes, *self._held_old_logprobs, *self._loss_columns(batch)]
+        shards = counted.shards("actor", TOKENS, *columns)
         metrics = self.workers.call(
             RLWorker.update_actor,
             shards,
             config=self.config,
             temperature=self.temperature,
-            totals=loss_totals(shards.plan, batch.samples[counts.name]),
+            totals=loss_totals(shards.plan, batch.samples, counts),
             bypass_mode=self.correction.bypass_mode,
         ).metrics
         return metrics | self._kl_coef()
@@ -296,9 +301,10 @@ class MegatronCritic(TrainedModel):
 
     def update(self, batch: PlacedBatch) -> Metrics:
         """Makes one optimizer update for each mini-batch and epoch. Needs values, and advantages of tokens."""
-        shards = batch.shards("critic", TOKENS, VALUES, TOKEN_ADVANTAGES)
         # What the policy does not learn from was sampled and scored all the same: the critic learns from all of it.
-        totals = loss_totals(shards.plan, batch.samples[NUM_SAMPLED_TOKENS.name])
+        counted, of_episodes = _with_episodes(batch, self.config, NUM_SAMPLED_TOKENS)
+        shards = counted.shards("critic", TOKENS, VALUES, TOKEN_ADVANTAGES, *of_episodes)
+        totals = loss_totals(shards.plan, batch.samples, NUM_SAMPLED_TOKENS)
         return self.workers.call(RLWorker.update_critic, shards, config=self.config, totals=totals).metrics
 
 
@@ -314,16 +320,35 @@ class MegatronRewardModel:
 
 
 def _with_scores(batch: PlacedBatch, made: Collected) -> PlacedBatch:
+    """The batch with the model's scores; of an episode, the score of its last trajectory."""
     is_by_model_S = batch.samples[REWARD_STYLE.name] == "model"
-    scores_S = made.samples[SCORES.name].astype(np.float64)
+    episode_S = episodes.of_rows(batch.samples)
+    last_E = np.append(episodes.starts(batch.samples)[1:], len(episode_S)) - 1
+    scores_S = made.samples[SCORES.name].astype(np.float64)[last_E[episode_S]]
     return batch.with_samples(score=np.where(is_by_model_S, scores_S, batch.samples[SCORE.name]))
 
 
-def loss_totals(plan: StepPlan, num_loss_tokens_S: np.ndarray) -> list[dict[str, int]]:
-    """The loss tokens of each mini-batch over all ranks, and its sequences with at least one of these."""
-    totals = []
+def _with_episodes(
+    batch: PlacedBatch, config: PPOModelConfig, counts: Column[np.ndarray]
+) -> tuple[PlacedBatch, list[Column]]:
+    """The batch with the loss tokens of each episode, and that column, where a loss divides by them and an episode has
+    several rows; else the batch alone.  counts: the column with the loss tokens of rows."""
+    counts_E = episodes.sums(batch.samples, batch.samples[counts.name])
+    episode_S = episodes.of_rows(batch.samples)
+    if config.loss_agg_mode != "seq-mean-token-mean" or len(counts_E) == len(episode_S):
+        return batch, []
+    return batch.with_samples(**{EPISODE_LOSS_TOKENS.name: counts_E[episode_S]}), [EPISODE_LOSS_TOKENS]
+
+
+def loss_totals(plan: StepPlan, samples: Mapping[str, np.ndarray], counts: Column[np.ndarray]) -> list[dict[str, int]]:
+    """The loss tokens of each mini-batch over all ranks, and its episodes with at least one of these.
+
+    counts: the column of `samples` with the loss tokens of rows.
+    """
+    counts_S, episode_S, totals = samples[counts.name], episodes.of_rows(samples), []
     for mini_batch in range(plan.num_mini_batches):
         micro_batches = itertools.chain.from_iterable(rank[mini_batch] for rank in plan.micro_batches)
-        counts = num_loss_tokens_S[np.fromiter(itertools.chain.from_iterable(micro_batches), np.int64)]
-        totals.append({"num_loss_tokens": int(counts.sum()), "num_sequences": int(np.count_nonzero(counts))})
+        rows = np.fromiter(itertools.chain.from_iterable(micro_batches), np.int64)
+        num_episodes = len(np.unique(episode_S[rows][counts_S[rows] > 0]))
+        totals.append({"num_loss_tokens": int(counts_S[rows].sum()), "num_sequences": num_episodes})
     return totals

@@ -30,6 +30,7 @@ from scalerl.batch.columns import (
     REWARDS,
     SAMPLE_INDEX,
     TOKEN_ADVANTAGES,
+    TRAJECTORY_INDEX,
     UID,
     VALUES,
     Column,
@@ -38,8 +39,8 @@ from scalerl.batch.data_proto import DataProto, Jagged
 from scalerl.config.schema import AlgorithmConfig, PolicyLossConfig
 from scalerl.tracking.metrics import Metric, explained_variance_sums, token_stat_sums
 
-# What names a sample on every layout.
-SAMPLE_NAMES = (PROMPT_UID, UID, SAMPLE_INDEX)
+# What names a row on every layout.
+ROW_NAMES = (PROMPT_UID, UID, SAMPLE_INDEX, TRAJECTORY_INDEX)
 
 
 def reward_kl(shard: DataProto, kind: str, *, old_logprobs: Column[Jagged]) -> Jagged:
@@ -124,9 +125,13 @@ def selected_tokens_column(
     micro_batches[mini-batch][micro-batch]: positions in the shard's rows.  mask: the column of the loss tokens.
     """
     masks = shard[mask]
-    names = zip(*(shard[name].tolist() for name in SAMPLE_NAMES), strict=True)
+    names = [
+        # The first trajectory of a sample has the name of the sample.
+        (*of_sample, index) if index else tuple(of_sample)
+        for *of_sample, index in zip(*(shard[name].tolist() for name in ROW_NAMES), strict=True)
+    ]
     old_logprobs, advantages = shard[OLD_LOGPROBS].values, shard[TOKEN_ADVANTAGES].values
-    keys_T = token_keys(list(names), masks.cu_seqlens)
+    keys_T = token_keys(names, masks.cu_seqlens)
     selected_T = torch.zeros(len(masks.values), dtype=torch.bool)
     for mini_batch, total in zip(micro_batches, totals, strict=True):
         chosen_S = torch.zeros(len(shard), dtype=torch.bool)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from scalerl.batch import StepPlan, plan_step
+from scalerl.batch.columns import RESPONSE_LENGTH
 from scalerl.cluster.batch import HeldRows, PlacedBatch, ShardedBatch, positions_by_label
 from scalerl.trainer.ranks.roles import loss_totals
 
@@ -110,7 +111,7 @@ def test_samples_are_added(plan: StepPlan) -> None:
 
 def test_loss_totals_are_of_the_whole_mini_batch(plan: StepPlan) -> None:
     """By hand: rows 0..3 have 9 + 1 + 0 + 6 response tokens in 3 samples that have any."""
-    totals = loss_totals(plan, samples()["response_length"])
+    totals = loss_totals(plan, samples(), RESPONSE_LENGTH)
     assert totals == [{"num_loss_tokens": 16, "num_sequences": 3}, {"num_loss_tokens": 30, "num_sequences": 4}]
 
 
@@ -121,5 +122,12 @@ def test_loss_totals_do_not_depend_on_the_layout() -> None:
         plan_step(lengths, dp_size=dp, mini_batches=rows, max_tokens_per_micro_batch=max_tokens_per_micro_batch)
         for dp, max_tokens_per_micro_batch in ((1, 15), (1, 200), (2, 30), (4, 15))
     ]
-    totals = [loss_totals(plan, samples()["response_length"]) for plan in plans]
+    totals = [loss_totals(plan, samples(), RESPONSE_LENGTH) for plan in plans]
     assert all(plan_totals == totals[0] for plan_totals in totals)
+
+
+def test_an_episode_is_one_sequence_of_the_totals(plan: StepPlan) -> None:
+    """Rows 0 to 2 are one sample's: 10 tokens of it, and row 3's. Rows 5 and 6 are one's too, 4 and 7 their own."""
+    columns = samples() | {"uid": np.zeros(8, int), "sample_index": np.array([0, 0, 0, 1, 2, 3, 3, 4])}
+    totals = loss_totals(plan, columns, RESPONSE_LENGTH)
+    assert totals == [{"num_loss_tokens": 16, "num_sequences": 2}, {"num_loss_tokens": 30, "num_sequences": 3}]

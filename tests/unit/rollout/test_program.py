@@ -15,7 +15,8 @@ from scalerl.base.user_code import UserCodeError
 from scalerl.config.schema import DataConfig, ProgramConfig
 from scalerl.data import PromptRow, RLHFDataset
 from scalerl.models.routing import RoutingShape
-from scalerl.rollout.program import Ask, Servers, Tools, load_program, run_program, single_turn
+from scalerl.rollout.program import Ask, Sample, Servers, Tools, Trajectory, load_program, single_turn
+from scalerl.rollout.program import run_program as run
 from scalerl.rollout.samples import turn_seed
 from scalerl.rollout.servers.requests import GenerateOutput, SamplingParams
 from tests.tiny_models import tiny_tokenizer
@@ -37,7 +38,17 @@ class Policy:
 
 
 def servers(policy: Policy, asks: Sequence[Ask] = (), max_tokens: int = 8) -> Servers:
-    return Servers(policy, PROMPT.input_ids, SamplingParams(max_tokens), uid=7, sample_index=1, seed=5, asks=asks)
+    sampling, ids = SamplingParams(max_tokens), PROMPT.input_ids
+    return Servers(policy, ids, sampling, uid=7, sample_index=1, seed=5, asks=asks, max_prompt_length=3)
+
+
+def run_program(program: Any, prompt: PromptRow, servers: Servers, tools: Tools) -> Trajectory:
+    (trajectory,) = sample_of(program, servers, prompt, tools).trajectories
+    return trajectory
+
+
+def sample_of(program: Any, servers: Servers, prompt: PromptRow = PROMPT, tools: Tools = TOOLS) -> Sample:
+    return asyncio.run(run(program, prompt, servers, tools))
 
 
 async def with_a_tool(prompt: Any, servers: Servers, tools: Tools) -> Any:
@@ -50,7 +61,7 @@ async def with_a_tool(prompt: Any, servers: Servers, tools: Tools) -> Any:
 
 def test_turns_and_observations_are_one_sequence() -> None:
     policy = Policy()
-    trajectory = asyncio.run(run_program(with_a_tool, PROMPT, servers(policy), TOOLS))
+    trajectory = run_program(with_a_tool, PROMPT, servers(policy), TOOLS)
     assert policy.asked == [(0, [1, 2], 0), (1, [1, 2, 2, 50, 51], 0)]
     assert trajectory.token_ids == [2, 50, 51, 5]
     assert trajectory.response_mask == [True, False, False, True]
@@ -80,16 +91,16 @@ def test_a_prompt_is_the_row_with_the_schemas_of_its_functions(tmp_path: Path) -
     # The template of the model shows no functions.
     config = DataConfig(chat_template_kwargs={"tools": tools}, unknown_tokens="allow")
     rows = RLHFDataset(path, tiny_tokenizer(), config)
-    samples = [asyncio.run(run_program(with_the_rows_functions, rows[i], servers(Policy()), TOOLS)) for i in range(2)]
+    samples = [run_program(with_the_rows_functions, rows[i], servers(Policy()), TOOLS) for i in range(2)]
     assert [sample.extra["functions"] for sample in samples] == [["add"], []]
 
 
 def test_a_turn_asks_for_no_more_than_there_is_room_for() -> None:
     asked = servers(Policy(), max_tokens=6)
-    asyncio.run(run_program(with_a_tool, PROMPT, asked, TOOLS))
+    run_program(with_a_tool, PROMPT, asked, TOOLS)
     assert [ask.sampling.max_new_tokens for ask in asked.asks] == [6, 3]
     asked = servers(Policy(), max_tokens=4)
-    asyncio.run(run_program(with_a_tool, PROMPT, asked, TOOLS))
+    run_program(with_a_tool, PROMPT, asked, TOOLS)
     assert [ask.sampling.max_new_tokens for ask in asked.asks] == [4, 1]
 
 
@@ -104,17 +115,17 @@ def test_an_observation_without_room_is_cut_and_the_sample_says_so() -> None:
 def test_a_program_that_begins_again_gets_its_turns_again() -> None:
     """The second turn had one token when it was interrupted; it goes on with that."""
     first = servers(Policy())
-    whole = asyncio.run(run_program(with_a_tool, PROMPT, first, TOOLS))
+    whole = run_program(with_a_tool, PROMPT, first, TOOLS)
     record = first.record()
     cut = GenerateOutput("r", 0, [9], [-1.0], "abort", 4)
     policy = Policy()
     again = servers(policy, [record[0], Ask(record[1].input_ids, record[1].sampling, cut)])
-    trajectory = asyncio.run(run_program(with_a_tool, PROMPT, again, TOOLS))
+    trajectory = run_program(with_a_tool, PROMPT, again, TOOLS)
     assert policy.asked == [(1, [1, 2, 2, 50, 51], 1)]
     assert trajectory.token_ids == whole.token_ids
     # Interrupted before it came to the second turn, it keeps what it has of that.
     early = servers(Policy(), record)
-    asyncio.run(run_program(single_turn, PROMPT, early, TOOLS))
+    run_program(single_turn, PROMPT, early, TOOLS)
     assert early.record() == record
 
 
@@ -127,15 +138,15 @@ def test_a_turn_asks_for_the_experts_that_no_turn_before_it_has() -> None:
         return GenerateOutput("r", 0, [9], [-0.5], "stop", 4, routed_experts=rows)
 
     first = servers(policy)  # pyright: ignore[reportArgumentType]
-    trajectory = asyncio.run(run_program(with_a_tool, PROMPT, first, TOOLS))
+    trajectory = run_program(with_a_tool, PROMPT, first, TOOLS)
     assert [ask.routed_from for ask in first.asks] == [0, 2] and trajectory.num_routed == 5
     again = servers(Policy(), first.record())
-    assert asyncio.run(run_program(with_a_tool, PROMPT, again, TOOLS)).num_routed == 5
+    assert run_program(with_a_tool, PROMPT, again, TOOLS).num_routed == 5
 
 
 def test_a_tool_that_answers_otherwise_makes_another_conversation() -> None:
     first = servers(Policy())
-    asyncio.run(run_program(with_a_tool, PROMPT, first, TOOLS))
+    run_program(with_a_tool, PROMPT, first, TOOLS)
     record = first.record()
     other = [
         Ask([1, 2], record[0].sampling, record[0].output),
@@ -143,9 +154,56 @@ def test_a_tool_that_answers_otherwise_makes_another_conversation() -> None:
     ]
     policy = Policy()
     again = servers(policy, [*other, Ask([0], record[1].sampling)])
-    trajectory = asyncio.run(run_program(with_a_tool, PROMPT, again, TOOLS))
+    trajectory = run_program(with_a_tool, PROMPT, again, TOOLS)
     assert policy.asked == [(1, [1, 2, 2, 50, 51], 0)] and trajectory.token_versions == [4, -1, -1, 5]
-    assert len(again.record()) == 2
+    assert [ask.output for ask in again.record()[2:]] == [record[1].output, None], "it may ask for them yet"
+
+
+async def with_a_helper(prompt: Any, servers: Servers, tools: Tools) -> Any:
+    """Two first turns; a helper that answers another prompt; and the second conversation once more from its first
+    turn."""
+    own, helper = servers.begin(), servers.begin([7, 7, 7])
+    await servers.generate(own)
+    await servers.generate(helper)
+    again = own.branch()
+    again.observe([60])
+    await servers.generate(again)
+    own.observe([50])
+    await servers.generate(own)
+    return [own, helper, again]
+
+
+def test_a_sample_of_several_trajectories() -> None:
+    policy = Policy()
+    own, helper, again = sample_of(with_a_helper, servers(policy)).trajectories
+    assert [asked[1] for asked in policy.asked] == [[1, 2], [7, 7, 7], [1, 2, 2, 60], [1, 2, 2, 50]]
+    assert (own.token_ids, own.response_mask) == ([2, 50, 4], [True, False, True])
+    assert (helper.prompt_ids, helper.token_ids) == ([7, 7, 7], [3])
+    # What the branch begins with is trained with the conversation that sampled it.
+    assert (again.token_ids, again.response_mask) == ([2, 60, 4], [False, False, True])
+    assert again.room == 5 and again.turns[0].output_ids == [4]
+
+
+def test_turns_are_found_again_in_any_order() -> None:
+    """Conversations that run at the same time may come to their turns in another order."""
+    first = servers(Policy())
+    whole = sample_of(with_a_helper, first)
+    policy = Policy()
+    turned = sample_of(with_a_helper, servers(policy, first.record()[::-1]))
+    assert policy.asked == [] and turned.trajectories == whole.trajectories
+
+
+def test_what_one_agent_does_is_one_episode() -> None:
+    async def two_agents(prompt: Any, servers: Servers, tools: Tools) -> Any:
+        made = [servers.begin(agent=agent) for agent in ("black", "white", "black")]
+        for trajectory, reward in zip(made, (1.0, -1.0, None), strict=True):
+            await servers.generate(trajectory)
+            trajectory.reward = reward
+        return made
+
+    sample = sample_of(two_agents, servers(Policy()))
+    assert [[t.reward for t in episode] for episode in sample.episodes] == [[1.0, None], [-1.0]]
+    assert [t.agent for t in sample.trajectories] == ["black", "black", "white"]
 
 
 def test_turns_draw_from_seeds_of_their_own() -> None:
@@ -193,6 +251,21 @@ async def of_two(prompt, servers):
 
 def not_async(prompt, servers, tools):
     pass
+
+async def empty(prompt, servers, tools):
+    return []
+
+async def twice(prompt, servers, tools):
+    trajectory = await program(prompt, servers, tools)
+    return [trajectory, trajectory]
+
+async def two_rewards(prompt, servers, tools):
+    made = [await program(prompt, servers, tools) for _ in range(2)]
+    made[1].reward, made[0].reward = 0.0, 1.0
+    return made
+
+async def long_prompt(prompt, servers, tools):
+    return servers.begin([1] * 4)
 """
 
 
@@ -205,7 +278,7 @@ def file(tmp_path: Path) -> str:
 def test_a_program_of_a_file(file: str) -> None:
     assert load_program(ProgramConfig()) is single_turn
     program = load_program(ProgramConfig(file))
-    assert asyncio.run(run_program(program, PROMPT, servers(Policy()), TOOLS)).token_ids == [2]
+    assert run_program(program, PROMPT, servers(Policy()), TOOLS).token_ids == [2]
 
 
 @pytest.mark.parametrize(
@@ -229,13 +302,17 @@ def test_a_function_that_is_no_program_is_refused(file: str, name: str, message:
         ("own_turn", "a turn that servers.generate did not give"),
         ("too_long", "returned 10 tokens, at most 8 fit"),
         ("no_number", "set the reward nan; set a finite number"),
+        ("empty", r"returned \[\]; return the trajectory that servers.begin\(\) gave, or a list of such"),
+        ("twice", r"returned a turn in two trajectories.* go on from one by trajectory.branch\(\)"),
+        ("two_rewards", r"set rewards \[0.0, 1.0\] on trajectories of one agent \(''\)"),
+        ("long_prompt", "a prompt of 4 tokens; it must have 1 to data.max_prompt_length=3"),
         ("broken", r"broken \(.*\) raised KeyError: 'tool' \(.*tool.py:34: return"),
     ],
 )
 def test_what_a_program_does_wrong_is_said_with_its_line(file: str, name: str, message: str) -> None:
     program = load_program(ProgramConfig(file, name))
     with pytest.raises(UserCodeError, match=f"^actor_rollout_ref.rollout.program: .*{message}"):
-        asyncio.run(run_program(program, PROMPT, servers(Policy()), TOOLS))
+        run_program(program, PROMPT, servers(Policy()), TOOLS)
 
 
 def test_shared_values_of_a_prompt_are_no_program_s_to_change(tmp_path: Path) -> None:
@@ -250,5 +327,5 @@ def test_shared_values_of_a_prompt_are_no_program_s_to_change(tmp_path: Path) ->
     program = load_program(ProgramConfig(path=str(path), name="program"))
     prompt = replace(PROMPT, extra_info={"turns": [1]})
     for _ in range(2):
-        asyncio.run(run_program(program, prompt, servers(Policy()), TOOLS))
+        run_program(program, prompt, servers(Policy()), TOOLS)
     assert prompt.extra_info == {"turns": [1]}

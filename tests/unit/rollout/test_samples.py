@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from scalerl.data import PromptRow
-from scalerl.rollout.program import Trajectory, single_turn
+from scalerl.rollout.program import Sample, single_turn
 from scalerl.rollout.samples import SampleRequest, make_samples
 from scalerl.rollout.servers.requests import GenerateOutput, GenerateRequest, SamplingParams
 
@@ -39,7 +39,7 @@ class OneByOne:
 
 async def calls_per_sample(num_samples: int) -> float:
     """Calls of Python and C functions from the first answer to the last sample, per sample."""
-    waiting, samples = list[asyncio.Future[None]](), list[Trajectory]()
+    waiting, samples = list[asyncio.Future[None]](), list[Sample]()
     clients = [OneByOne(waiting) for _ in range(NUM_CLIENTS)]
     prompts = [PromptRow(uid, [1, uid], 2, "source", "truth", {}, [], "rule") for uid in range(num_samples)]
     requests = [SampleRequest(prompt.uid, 0, prompt, SamplingParams(8), seed=prompt.uid) for prompt in prompts]

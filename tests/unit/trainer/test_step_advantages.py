@@ -149,3 +149,45 @@ def test_a_greedy_response_that_failed_is_no_baseline() -> None:
     made, metrics = add_greedy_baseline(Greedy(), HeldRows(samples))
     assert made.samples["baseline_score"].tolist() == [-1.0, -1.0, 0.5, -1.0]
     assert to_floats(metrics) == {"critic/baseline_score/mean": -1.0}
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline", "grpo_passk"])
+def test_a_sample_of_several_trajectories_is_compared_once(name: str) -> None:
+    """Its rows have the advantage that the sample has where it is one row; its KL is that of all its rows."""
+    lengths, kl_sums, rows = np.array([4, 5, 3, 1]), np.array([2.0, 1.0, 0.25, 0.5]), np.array([0, 1, 1, 1, 2, 3, 3])
+    uids, scores = np.array([0, 0, 1, 1]), np.array([1.0, 0.0, 3.0, 5.0])
+
+    def step(row_S: np.ndarray, lengths_S: np.ndarray) -> dict[str, np.ndarray]:
+        samples = {"uid": uids[row_S], "sample_index": row_S, "score": scores[row_S], "num_sampled_tokens": lengths_S}
+        agents = np.array([""] * len(row_S), dtype=object)
+        samples |= {"agent": agents, "data_source": agents, "reward_penalty": np.zeros(len(row_S))}
+        return samples | {"reward_failed": np.zeros(len(row_S), bool)}
+
+    def result(samples: dict[str, np.ndarray], kl_S: np.ndarray) -> tuple[np.ndarray, dict[str, Metric]]:
+        class Actor(KnownKL):
+            def reward_kl(self, batch, kind):
+                return kl_S
+
+        num_tokens_S = samples["num_sampled_tokens"] + 2
+        plan = plan_step(num_tokens_S, dp_size=1, mini_batches=[range(len(kl_S))], max_tokens_per_micro_batch=64)
+        controller = KLController.of(KLControlConfig(kl_coef=0.5))
+        placed, metrics = estimate_advantages(Actor(), PlacedBatch(samples, {"actor": plan}), config(name), controller)
+        return placed.samples["advantages"], metrics
+
+    whole, whole_metrics = result(step(np.arange(4), lengths), kl_sums)
+    parts = np.array([4, 1, 1, 3, 3, 1, 0]), np.array([2.0, 0.5, 0.0, 0.5, 0.25, 0.25, 0.25])
+    cut, cut_metrics = result(step(rows, parts[0]), parts[1])
+    np.testing.assert_array_equal(cut, whole[rows])
+    assert to_floats(cut_metrics) == to_floats(whole_metrics) and len(set(whole.tolist())) > 1
+
+
+def test_two_agents_of_a_game_are_not_compared_with_each_other() -> None:
+    """What black wins white loses: each has a baseline of its own, where one over both would be 0."""
+    lengths = np.ones(4, dtype=int)
+    plan = plan_step(lengths, dp_size=1, mini_batches=[range(4)], max_tokens_per_micro_batch=64)
+    agents = np.array(["black", "white"] * 2, dtype=object)
+    samples = {"uid": np.zeros(4, int), "sample_index": np.array([0, 0, 1, 1]), "agent": agents}
+    samples |= {"score": np.array([1.0, -1.0, 0.5, -0.5]), "num_sampled_tokens": lengths, "data_source": agents}
+    samples |= {"reward_penalty": np.zeros(4), "reward_failed": np.zeros(4, bool)}
+    placed, _ = estimate_advantages(KnownKL(), PlacedBatch(samples, {"actor": plan}), config("grpo"), None)
+    assert placed.samples["advantages"].tolist() == [0.25, -0.25, -0.25, 0.25]

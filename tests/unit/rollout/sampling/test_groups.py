@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalerl.rewards import ScoreResult
-from scalerl.rollout.program import Trajectory
+from scalerl.rollout.program import Sample, Trajectory
 from scalerl.rollout.sampling.groups import EarlyEnd, GroupFilter, GroupScores, SampleGroup, kept_uids
 
 
@@ -66,17 +66,45 @@ def test_a_failed_sample_makes_no_contrast(metric: str) -> None:
     assert kept_uids(samples, GroupFilter(metric)) == [2]
 
 
-def sample_of(uid: int, index: int) -> Trajectory:
-    return Trajectory(uid, index, [1], 8)
+def sample_of(uid: int, index: int, *agents: str) -> Sample:
+    return Sample(uid, index, [Trajectory(uid, index, [1], 8, agent=agent) for agent in agents or [""]])
+
+
+@pytest.mark.parametrize(("of_white", "is_kept"), [(0.0, False), (-1.0, True)])
+def test_agents_are_compared_with_their_own(of_white: float, is_kept: bool) -> None:
+    """Black has 1 in both samples. Two agents whose scores differ are no contrast; the rows of one come one by one."""
+
+    async def scenario() -> None:
+        async def score(sample: Sample) -> list[ScoreResult]:
+            white = of_white if sample.sample_index else 0.0
+            return [ScoreResult(1.0 if trajectory.agent == "black" else white) for trajectory in sample.trajectories]
+
+        scores = GroupScores(2, score, EarlyEnd(1, GroupFilter("score")))
+        for index in range(2):
+            scores.add(sample_of(1, index, "black", "black", "white"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert scores.are_enough() == is_kept
+        rows = await scores.of(1)
+        assert [(row.sample_index, row.agent, result.score) for row, result in rows[3:]] == [
+            (1, "black", 1.0),
+            (1, "black", 1.0),
+            (1, "white", of_white),
+        ]
+        columns = samples_of([1] * 6, [result.score for _, result in rows])
+        columns["agent"] = np.array([row.agent for row, _ in rows], dtype=object)
+        assert (kept_uids(columns, GroupFilter("score")) == [1]) == is_kept
+
+    asyncio.run(scenario())
 
 
 def test_enough_is_when_that_many_groups_are_whole_scored_and_kept() -> None:
     async def scenario() -> None:
         gates = {key: asyncio.Event() for key in [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)]}
 
-        async def score(sample: Trajectory) -> ScoreResult:
+        async def score(sample: Sample) -> list[ScoreResult]:
             await gates[sample.uid, sample.sample_index].wait()
-            return ScoreResult(float(sample.sample_index) if sample.uid != 1 else 1.0)
+            return [ScoreResult(float(sample.sample_index) if sample.uid != 1 else 1.0)]
 
         async def let(*keys: tuple[int, int]) -> None:
             for key in keys:
@@ -113,9 +141,9 @@ class CountedLookUps(dict[Any, Any]):
 
 def test_a_failed_sample_does_not_end_a_generation_early() -> None:
     async def scenario() -> None:
-        async def score(sample: Trajectory) -> ScoreResult:
+        async def score(sample: Sample) -> list[ScoreResult]:
             failed = sample.uid == 1 and sample.sample_index == 1
-            return ScoreResult(0.0, error="it hung") if failed else ScoreResult(-float(sample.sample_index == 0))
+            return [ScoreResult(0.0, error="it hung") if failed else ScoreResult(-float(sample.sample_index == 0))]
 
         scores = GroupScores(2, score, EarlyEnd(1, GroupFilter("score")))
         for uid, enough in ((1, False), (2, True)):
@@ -135,10 +163,10 @@ def test_groups_that_wait_for_scores_cost_nothing_at_each_output() -> None:
     async def scenario() -> None:
         slow = asyncio.Event()
 
-        async def score(sample: Trajectory) -> ScoreResult:
+        async def score(sample: Sample) -> list[ScoreResult]:
             if sample.uid != 5:
                 await slow.wait()
-            return ScoreResult(1.0)
+            return [ScoreResult(1.0)]
 
         scores = GroupScores(4, score, EarlyEnd(2))
         scores.tasks = CountedLookUps()
@@ -155,7 +183,7 @@ def test_groups_that_wait_for_scores_cost_nothing_at_each_output() -> None:
 
 def test_a_scoring_that_fails_ends_the_generation_and_is_raised() -> None:
     async def scenario() -> None:
-        async def score(sample: Trajectory) -> ScoreResult:
+        async def score(sample: Sample) -> list[ScoreResult]:
             raise RuntimeError("the reward function is broken")
 
         scores = GroupScores(1, score, EarlyEnd(5))

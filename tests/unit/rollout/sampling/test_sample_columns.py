@@ -90,6 +90,8 @@ def test_sample_columns() -> None:
         "uid": [0, 0, 1],
         "prompt_uid": [30, 30, 10],
         "sample_index": [0, 1, 0],
+        "trajectory_index": [0, 0, 0],
+        "agent": ["", "", ""],
         "seed": [11, 12, 2**63 - 1],
         "prompt_length": [2, 2, 3],
         "prompt_length_before": [2, 2, 9],
@@ -170,3 +172,24 @@ def test_a_loss_gets_numbers_of_the_reward_function_or_of_the_data() -> None:
     for name in ("level", "price"):
         with pytest.raises(ValueError, match=rf"prompt 30: .*{name}.*\['acc'\].*\['level', 'weight'\]"):
             numbers_of(name, [weighted], [ScoreResult(1.0, {"acc": 1})])
+
+
+def test_each_trajectory_of_a_sample_has_a_row_and_its_own_prompt() -> None:
+    row = prompt(30, [1, 2], before=6)
+    made = [
+        Trajectory(0, 0, row.input_ids, 9),
+        Trajectory(0, 0, [7, 7, 7], 9, agent="helper"),
+        Trajectory(0, 1, [1], 9),
+    ]
+    for trajectory in made:
+        trajectory.parts.append(GenerateOutput("0/0", 0, [5], [-0.5], "stop", 4))
+    columns = to_batch(made, [row] * 3, [ScoreResult(1.0)] * 3, seeds=[11, 11, 12]).samples
+    names = ("sample_index", "trajectory_index", "agent", "prompt_length", "prompt_length_before", "seed")
+    assert [columns[name].tolist() for name in names] == [
+        [0, 0, 1],
+        [0, 1, 0],
+        ["", "helper", ""],
+        [2, 3, 1],
+        [6, 3, 1],
+        [11, 11, 12],
+    ]

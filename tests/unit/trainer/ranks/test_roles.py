@@ -21,7 +21,7 @@ from scalerl.trainer.ranks.roles import (
     MegatronRewardModel,
 )
 
-NAMES = {"prompt_uid", "uid", "sample_index"}
+NAMES = {"prompt_uid", "uid", "sample_index", "trajectory_index"}
 
 
 class Ranks:

@@ -42,6 +42,7 @@ def shard() -> DataProto:
     samples = {"rewards": np.array(SCORES), "reward_failed": np.zeros(3, bool)} | {
         name: np.arange(3) for name in ("uid", "prompt_uid", "sample_index")
     }
+    samples["trajectory_index"] = np.zeros(3, dtype=int)
     return DataProto(columns, samples)
 
 
