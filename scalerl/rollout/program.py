@@ -7,7 +7,6 @@ asks the servers as often as it likes and adds tokens between the answers (of a 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -18,10 +17,8 @@ from scalerl.base.user_code import (
     cause_of,
     file_of,
     is_users_own,
-    load_function,
     place_of,
 )
-from scalerl.config.schema import ProgramConfig
 from scalerl.errors import RunError, UserError
 from scalerl.rewards.manager import number_of
 from scalerl.rollout.servers.requests import ABORTED, NO_VERSION, GenerateOutput, SamplingParams
@@ -29,9 +26,9 @@ from scalerl.rollout.servers.requests import ABORTED, NO_VERSION, GenerateOutput
 if TYPE_CHECKING:
     from scalerl.data import PromptRow
     from scalerl.models.routing import RoutingShape
+    from scalerl.rollout.servers.client import RolloutClient
 
 KEY = "actor_rollout_ref.rollout.program"
-ARGUMENTS = ("prompt", "servers", "tools")
 
 
 @dataclass(frozen=True)
@@ -183,6 +180,7 @@ class Servers:
     routing: turns have the experts of their tokens (`GenerateRequest.routing`); None: not.
     asks: its turns, in the order in which they were asked for. A program that begins again gets its earlier turns from
     here, where it asks for the same; those that are not finished are continued.
+    clients: of the servers, for what is no turn.
     """
 
     def __init__(
@@ -197,8 +195,9 @@ class Servers:
         max_prompt_length: int | None = None,
         routing: RoutingShape | None = None,
         asks: Sequence[Ask] = (),
+        clients: Sequence[RolloutClient] = (),
     ) -> None:
-        self.max_prompt_length = max_prompt_length
+        self.max_prompt_length, self.clients = max_prompt_length, clients
         self._make_turn, self.prompt_ids, self.sampling = make_turn, prompt_ids, sampling
         self.uid, self.sample_index, self.seed, self.routing = uid, sample_index, seed, routing
         self.asks: list[Ask] = []
@@ -287,18 +286,6 @@ async def single_turn(prompt: PromptRow, servers: Servers, tools: Tools) -> Traj
     trajectory = servers.begin()
     await servers.generate(trajectory)
     return trajectory
-
-
-def load_program(config: ProgramConfig) -> Program:
-    """Loads the async function config.name of the file config.path; single_turn where no path is set.
-
-    Raises UserCodeError when the file does not exist or import, or does not define such a function, ValueError when it
-    cannot be called with ARGUMENTS.
-    """
-    if config.path is None:
-        return single_turn
-    is_kind = inspect.iscoroutinefunction
-    return load_function(config.path, config.name, KEY, ARGUMENTS, is_kind=is_kind, kind="async function")
 
 
 async def run_program(program: Program, prompt: PromptRow, servers: Servers, tools: Tools) -> Sample:

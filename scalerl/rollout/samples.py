@@ -78,6 +78,7 @@ async def make_samples(
             routing=request.routing,
             max_prompt_length=request.max_prompt_length,
             asks=request.asks,
+            clients=dispatcher.clients,
         )
         for request in requests
     ]
@@ -184,7 +185,8 @@ class _Turns:
                 self.dispatcher.add(request, first=together[0].number > 0)
             except ValueError as error:
                 for waiting in together:
-                    waiting.answer.set_exception(error)
+                    if not waiting.answer.done():
+                        waiting.answer.set_exception(error)
 
 
 def _alike(asked: Sequence[_Waiting]) -> list[list[_Waiting]]:

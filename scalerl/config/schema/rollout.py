@@ -89,10 +89,15 @@ class ServerConfig(SamplingConfig):
 class ProgramConfig:
     """The function that makes a sample (docs/extending.md)."""
 
-    # Python file with a program of your own: several turns, tools; null: one answer to the prompt.
+    # Python file with a program or an agent of your own: several turns, tools; null: one answer to the prompt.
     path: str | None = key(None, or_null(TEXT))
-    # The async function; it is called with prompt, servers and tools.
+    # The function: a program, an async function of prompt, servers and tools; or an agent, a function of base_url,
+    # api_key and row, which talks to the policy by OpenAI's API.
     name: str = key("program", TEXT)
+    # SGLang's parser of tool calls in the answers that an agent gets, such as qwen25; null: they have text alone.
+    tool_call_parser: str | None = key(None, or_null(TEXT))
+    # SGLang's parser of thoughts in the answers that an agent gets, such as qwen3; null: thoughts are text.
+    reasoning_parser: str | None = key(None, or_null(TEXT))
 
 
 @dataclass

@@ -117,7 +117,7 @@ class HybridRollout:
                 user_files=absolute(config.trainer.import_files),
                 loss_columns=[name for name in policy_loss_columns(loss_mode) if name not in COLUMNS],
                 routing=servers.routing,
-                max_prompt_length=config.data.max_prompt_length,
+                data=config.data,
             )
             for mine in shares
         ]

@@ -21,7 +21,7 @@ from scalerl.rollout.sampling.held_batches import HeldBatches
 from scalerl.rollout.sampling.sample_columns import to_batch
 
 if TYPE_CHECKING:
-    from scalerl.config.schema import CustomRewardFunctionConfig, ProgramConfig, RewardModelConfig
+    from scalerl.config.schema import CustomRewardFunctionConfig, DataConfig, ProgramConfig, RewardModelConfig
     from scalerl.data import PromptRow
     from scalerl.models.routing import RoutingShape
     from scalerl.rewards import ScoreResult
@@ -74,7 +74,7 @@ class RolloutWorker(HeldBatches, Reusable):
         user_files: Sequence[str] = (),
         loss_columns: Sequence[str] = (),
         routing: RoutingShape | None = None,
-        max_prompt_length: int | None = None,
+        data: DataConfig | None = None,
     ) -> None:
         """Loads the tokenizer and the reward functions; servers come with `connect`.
 
@@ -83,26 +83,28 @@ class RolloutWorker(HeldBatches, Reusable):
         user_files: register what the configuration names.
         loss_columns: names of the numbers of a training sample that the policy loss needs (`numbers_of`).
         routing: training samples have the column routed_experts; None: they have not.
-        max_prompt_length: as `Servers`.
+        data: what prompts of the user's own program are made by.
         """
         import ray
 
         from scalerl.data import load_tokenizer
+        from scalerl.data.chat import use_chat_template
         from scalerl.rewards import build_reward_manager
-        from scalerl.rollout.program import load_program
+        from scalerl.rollout.load_program import load_program
         from scalerl.rollout.sampling.judge import Judge
 
         super().__init__()
         self.datasets: dict[str, Any] = {name: ray.get(ref) for name, (ref,) in datasets.items()}
         if isinstance(tokenizer, str):
             self.tokenizer: Any = load_tokenizer(tokenizer, trust_remote_code)
+            use_chat_template(self.tokenizer, None if data is None else data.chat_template_path)
         else:
             self.tokenizer = ray.get(tokenizer[0])
         import_files(user_files)
         self.rewards = build_reward_manager(reward, custom_reward)
-        self.program = load_program(program)
+        self.program = load_program(program, None if data is None else data.chat_template_kwargs)
         self.model_scores, self.loss_columns, self.routing = reward.enable, loss_columns, routing
-        self.max_prompt_length = max_prompt_length
+        self.max_prompt_length = None if data is None else data.max_prompt_length
         self._judge = Judge(reward.judge, reward.on_error) if reward.judge.enable else None
         self._replacements: Replacements | None = None
         # Generations that run.

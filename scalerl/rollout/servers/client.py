@@ -169,6 +169,25 @@ class RolloutClient:
                     f"{where} gave {len(asked) - len(missing)} samples for {who}, asked for {len(asked)}"
                 )
 
+    async def separate_reasoning(self, text: str, parser: str) -> tuple[str, str]:
+        """Separates the thoughts of an answer from the rest by a parser of SGLang: (thoughts, rest)."""
+        async with self.connected():
+            answer = json.loads(await self._call(self.engine.separate_reasoning(text, parser), f"parser {parser}"))
+        return answer["reasoning_text"] or "", answer["text"] or ""
+
+    async def parse_tool_calls(
+        self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, list[dict[str, str]]]:
+        """Parses the tool calls of an answer by a parser of SGLang: (text without them, name and arguments of each).
+
+        tools: their schemas, as OpenAI's API has them.
+        """
+        async with self.connected():
+            call = self.engine.parse_tool_calls(text, parser, tools)
+            answer = json.loads(await self._call(call, f"parser {parser}"))
+        calls = [{"name": call["name"], "arguments": call["parameters"]} for call in answer["calls"]]
+        return answer["normal_text"] or "", calls
+
     async def abort_all(self) -> None:
         """Ends everything that the server runs, whoever asked for it; what it has so far comes back as aborted.
 

@@ -24,7 +24,8 @@ from scalerl.config.schema import RunConfig
 from scalerl.rewards import RewardManager, ScoreRequest, ScoreResult, build_reward_manager
 from scalerl.rewards.judge import STYLE
 from scalerl.rewards.trial import TRIAL_RESPONSE, trial_results
-from scalerl.rollout.program import Ask, Program, Sample, Servers, Tools, load_program, run_program
+from scalerl.rollout.load_program import load_program
+from scalerl.rollout.program import Ask, Program, Sample, Servers, Tools, run_program
 from scalerl.rollout.sampling.groups import SCORE
 from scalerl.rollout.sampling.sample_columns import to_batch
 from scalerl.rollout.servers.requests import GenerateOutput, SamplingParams
@@ -79,7 +80,8 @@ def load_code(errors: ErrorCollector, cfg: PPOConfig) -> RunCode:
     """Imports the user's files, and looks up the functions that the configuration names."""
     imported = import_user_files(errors, cfg.trainer)
     fit = errors.attempt(lambda: load_fit(cfg.trainer.custom_fit))
-    program = errors.attempt(lambda: load_program(cfg.actor_rollout_ref.rollout.program))
+    own = cfg.actor_rollout_ref.rollout.program
+    program = errors.attempt(lambda: load_program(own, cfg.data.chat_template_kwargs))
     # Without these files, registered names would be reported as unknown.
     if not imported:
         return RunCode(fit, program, None, None)

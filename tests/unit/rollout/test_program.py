@@ -15,7 +15,8 @@ from scalerl.base.user_code import UserCodeError
 from scalerl.config.schema import DataConfig, ProgramConfig
 from scalerl.data import PromptRow, RLHFDataset
 from scalerl.models.routing import RoutingShape
-from scalerl.rollout.program import Ask, Sample, Servers, Tools, Trajectory, load_program, single_turn
+from scalerl.rollout.load_program import load_program
+from scalerl.rollout.program import Ask, Sample, Servers, Tools, Trajectory, single_turn
 from scalerl.rollout.program import run_program as run
 from scalerl.rollout.samples import turn_seed
 from scalerl.rollout.servers.requests import GenerateOutput, SamplingParams

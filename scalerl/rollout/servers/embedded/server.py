@@ -29,6 +29,7 @@ from scalerl.rollout.servers.update_group import (
 
 with lean_imports(compiler=False):
     from scalerl.rollout.servers.embedded.engine import DecodingEngine, RefusedError
+from scalerl.rollout.servers.embedded.parsers import parse_tool_calls, separate_reasoning
 
 SAMPLING_DEFAULTS: dict[str, Any] = {
     "max_new_tokens": 128,
@@ -73,6 +74,8 @@ class Endpoints:
             "/weights_checker": self._weights_checker,
             # Nothing is cached between requests.
             "/flush_cache": lambda body: SUCCESS,
+            "/separate_reasoning": separate_reasoning,
+            "/parse_function_call": parse_tool_calls,
             "/abort_request": self._abort,
             "/pause_generation": self._pause,
             "/continue_generation": lambda body: engine.resume_generation() or SUCCESS,

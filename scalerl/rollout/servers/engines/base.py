@@ -198,6 +198,14 @@ class Engine(ABC):
                     raise RolloutError(f"{server} gave sample {index} of {who}, which has {len(slots)}")
                 yield output_of(slots[index], event, undone_by_abort=self.undone_by_abort)
 
+    def separate_reasoning(self, text: str, parser: str) -> Call:
+        """Separates thoughts from the rest of an answer.  parser: name of SGLang's."""
+        return Call("/separate_reasoning", {"text": text, "reasoning_parser": parser})
+
+    def parse_tool_calls(self, text: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> Call:
+        """Parses the tool calls of an answer.  parser: name of SGLang's."""
+        return Call("/parse_function_call", {"text": text, "tool_call_parser": parser, "tools": list(tools)})
+
     def abort_all(self) -> Call:
         """Ends everything that runs; `read_samples` yields what it has so far as aborted."""
         return Call("/abort_request", {"abort_all": True})

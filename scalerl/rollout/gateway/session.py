@@ -1,0 +1,180 @@
+"""`Session`: the conversations of one sample, by the messages that a client sends, as trajectories of exact tokens."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from scalerl.rollout.gateway.template import ChatTemplate, Message, TemplateError, is_same
+from scalerl.rollout.program import Observation, Servers, Trajectory
+from scalerl.rollout.servers.requests import GenerateOutput
+
+
+class RequestError(Exception):
+    """A request that is refused.  status: of HTTP.  code: as clients of OpenAI's API know it."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+
+@dataclass(frozen=True)
+class Parsers:
+    """Names of SGLang's parsers of an answer; None: the answer is its text.
+
+    tool_calls: for tool calls.  reasoning: for thoughts.
+    """
+
+    tool_calls: str | None = None
+    reasoning: str | None = None
+
+
+@dataclass(eq=False)
+class Turn:
+    """An answer of the policy, and all that came before it.
+
+    messages: the conversation with the answer.  tools: that were shown.  prompt_ids: of the conversation's beginning.
+    observed: tokens between the turn before and this one.
+    """
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+    parent: Turn | None
+    prompt_ids: list[int]
+    observed: list[int]
+    output: GenerateOutput
+
+    @property
+    def path(self) -> list[Turn]:
+        """The turns from the first of the conversation to this one."""
+        return [*(self.parent.path if self.parent is not None else ()), self]
+
+
+@dataclass(eq=False)
+class Session:
+    """What the client with one key has asked for.
+
+    A request continues the longest known conversation that its messages begin with; whatever differs from the answers
+    that the policy gave begins a branch there. A turn is known from the moment at which its client has the answer.
+    """
+
+    servers: Servers
+    template: ChatTemplate
+    parsers: Parsers
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    turns: list[Turn] = field(default_factory=list)
+    # The score that the client posted, and values beside it.
+    reward: float | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    async def answer(
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+    ) -> Turn:
+        """Samples the next turn of a conversation. It is the session's once it is in `turns`.
+
+        Raises RequestError for messages that cannot be rendered, or have no room.
+        """
+        parent = self._known(messages, tools)
+        try:
+            trajectory, observed = self._begun(parent, messages, tools)
+        except TemplateError as error:
+            raise RequestError(str(error), param="messages") from error
+        if trajectory.is_cut or trajectory.room < 1:
+            raise self._too_long(len(trajectory.prompt_ids) + trajectory.num_tokens)
+        output = await self.servers.generate(trajectory, max_new_tokens=max_tokens, stop=stop)
+        message = await self._message(output, tools, stop or ())
+        return Turn([*messages, message], tools, parent, trajectory.prompt_ids, observed, output)
+
+    def _known(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> Turn | None:
+        """The last turn of the longest conversation that the messages continue."""
+        best: Turn | None = None
+        for turn in self.turns:
+            size = len(turn.messages)
+            if size >= len(messages) or turn.tools != tools or (best is not None and size <= len(best.messages)):
+                continue
+            if all(map(is_same, turn.messages, messages)):
+                best = turn
+        return best
+
+    def _begun(
+        self, parent: Turn | None, messages: list[Message], tools: list[dict[str, Any]] | None
+    ) -> tuple[Trajectory, list[int]]:
+        """The trajectory up to the next turn, and the tokens that are new in it."""
+        if parent is None:
+            prompt_ids = self.template.prompt(messages, tools)
+            try:
+                return self.servers.begin(prompt_ids), []
+            except ValueError as error:
+                raise self._too_long(len(prompt_ids)) from error
+        answer, new = parent.messages[-1], messages[len(parent.messages) :]
+        observed = self.template.continuation(parent.output, answer.get("tool_calls") or [], new, tools)
+        trajectory = self.servers.begin(parent.prompt_ids)
+        trajectory.parts = _parts(parent.path, {id(turn) for turn in parent.path if self._has_child(parent)})
+        trajectory.observe(observed)
+        return trajectory, observed
+
+    def _has_child(self, turn: Turn) -> bool:
+        return any(other.parent is turn for other in self.turns)
+
+    def _too_long(self, num_tokens: int) -> RequestError:
+        limit = self.servers.sampling.max_new_tokens
+        return RequestError(
+            f"the conversation has {num_tokens} tokens: a first request may have data.max_prompt_length="
+            f"{self.servers.max_prompt_length}, and what follows data.max_response_length={limit}",
+            code="context_length_exceeded",
+            param="messages",
+        )
+
+    async def _message(
+        self, output: GenerateOutput, tools: list[dict[str, Any]] | None, stop: Sequence[str]
+    ) -> Message:
+        """The policy's turn as a message, without the text that stopped it."""
+        parsers, clients = self.parsers, self.servers.clients
+        text = self.template.text(output, with_special_tokens=parsers != Parsers())
+        for end in stop:
+            text = text.removesuffix(end)
+        message: Message = {"role": "assistant"}
+        if parsers.reasoning is not None and clients:
+            thoughts, text = await clients[0].separate_reasoning(text, parsers.reasoning)
+            message |= {"reasoning_content": thoughts} if thoughts else {}
+        calls: list[Message] = []
+        if parsers.tool_calls is not None and tools and clients:
+            text, found = await clients[0].parse_tool_calls(text, parsers.tool_calls, tools)
+            calls = [
+                {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function} for function in found
+            ]
+        message["content"] = text
+        return message | ({"tool_calls": calls} if calls else {})
+
+    def trajectories(self) -> list[Trajectory]:
+        """One for each conversation that no other continues, in the order in which the clients got their last answers.
+
+        A turn that several have in common is trained with the first of them.
+        """
+        trained: set[int] = set()
+        made = []
+        for leaf in self.turns:
+            if self._has_child(leaf):
+                continue
+            trajectory = self.servers.begin(leaf.prompt_ids)
+            trajectory.parts = _parts(leaf.path, trained)
+            trained.update(map(id, leaf.path))
+            made.append(trajectory)
+        return made
+
+
+def _parts(path: Sequence[Turn], trained: set[int]) -> list[GenerateOutput | Observation]:
+    """The parts of a conversation.  trained: ids of turns that another trajectory has."""
+    parts: list[GenerateOutput | Observation] = []
+    for turn in path:
+        if turn.observed:
+            parts.append(Observation(turn.observed))
+        parts.append(Observation(turn.output.output_ids) if id(turn) in trained else turn.output)
+    return parts

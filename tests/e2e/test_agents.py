@@ -1,0 +1,129 @@
+"""Agents in whole runs: any client of OpenAI's API, and each token as it was sampled."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from tests.e2e.jobs import PROMPTS, SAMPLES, Inputs, Record
+from tests.e2e.kept import Kept
+
+STEPS = 2
+ROLLOUT = "actor_rollout_ref.rollout"
+PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
+# A reviewer with another prompt, and a conversation that goes on; as a coroutine and as a plain function.
+AGENTS = """
+from openai import AsyncOpenAI, OpenAI
+
+def first(row):
+    return [{"role": "user", "content": row.messages[-1]["content"]}]
+
+def review(text):
+    return [{"role": "system", "content": "1+1="}, {"role": "user", "content": text or "0"}]
+
+def more(messages, text):
+    return [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": "="}]
+
+def score(texts):
+    return {"score": float(sum(map(ord, "".join(texts))) % 3), "num_calls": len(texts)}
+
+async def agent(base_url, api_key, row):
+    http = AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+
+    async def ask(messages, limit):
+        answer = await http.chat.completions.create(model="policy", messages=messages, max_tokens=limit)
+        return answer.choices[0].message.content
+
+    one = await ask(first(row), 3)
+    return score([one, await ask(review(one), 4), await ask(more(first(row), one), 4)])
+
+def in_a_thread(base_url, api_key, row):
+    http = OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+
+    def ask(messages, limit):
+        answer = http.chat.completions.create(model="policy", messages=messages, max_tokens=limit)
+        return answer.choices[0].message.content
+
+    one = ask(first(row), 3)
+    return score([one, ask(review(one), 4), ask(more(first(row), one), 4)])
+"""
+
+
+def train(inputs: Inputs, kept: Kept, directory: Path, name: str, *more: str, text: str = AGENTS) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "agents.py").write_text(text)
+    finished = kept.train(
+        inputs.overrides(
+            directory / "run",
+            f"{ROLLOUT}.program.path={directory / 'agents.py'}",
+            f"{ROLLOUT}.program.name={name}",
+            "data.max_prompt_length=32",
+            "data.max_response_length=24",
+            f"trainer.total_training_steps={STEPS}",
+            *more,
+        )
+    )
+    assert finished.code == 0, finished.tail()
+    return directory / "run"
+
+
+def rows_of(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    return pq.read_table(run_dir / "rollouts" / f"step_{step}.parquet").to_pylist()
+
+
+def test_every_trained_token_is_as_it_was_sampled(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
+    """On the joined tokens of a conversation transformers has the log-probs of the sampler, in each turn of it."""
+    from transformers import AutoModelForCausalLM
+
+    run_dir = train(inputs, kept, tmp_path, "agent", "trainer.n_gpus_per_node=2")
+    rows, logged = rows_of(run_dir, 1), Record.read(run_dir).final
+    assert len(rows) == 2 * PROMPTS * SAMPLES and {row["num_turns"] for row in rows} == {1, 2}
+    model = AutoModelForCausalLM.from_pretrained(inputs.model, dtype=torch.float32).eval()
+    num_compared = 0
+    for row in rows:
+        ids, mask = torch.tensor(row["input_ids"]), torch.tensor(row["response_mask"])[1:]
+        with torch.no_grad():
+            logprobs = model(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(row["rollout_logprobs"])[1:][mask], logprobs[mask], atol=1e-5, rtol=0)
+        num_compared += int(mask.sum())
+    assert num_compared == sum(row["num_sampled_tokens"] for row in rows) > 0
+    for step in range(1, STEPS + 1):
+        assert logged[step]["training/rollout_probs_diff_max"] < 1e-5 and logged[step]["actor/grad_norm"] > 0
+        assert logged[step]["num_turns/mean"] == 3 and logged[step]["reward_extra/num_calls"] == 3
+
+
+@pytest.mark.full
+def test_threads_and_coroutines_have_the_same_numbers(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
+    """With the embedded engine a run of agents is one run, however they wait and whoever is first."""
+    runs = [train(inputs, kept, tmp_path / name, name) for name in ("agent", "in_a_thread")]
+    for step in range(1, STEPS + 1):
+        ours, theirs = (rows_of(run_dir, step) for run_dir in runs)
+        assert ours == theirs
+
+
+@pytest.mark.full
+def test_256_agents_at_once_lose_and_double_nothing(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
+    more = ["data.train_batch_size=32", f"{ROLLOUT}.n=8", f"{ROLLOUT}.num_replicas=2", f"{ROLLOUT}.num_workers=2"]
+    for name in ("agent", "in_a_thread"):
+        run_dir = train(inputs, kept, tmp_path / name, name, *more, "trainer.total_training_steps=1")
+        rows = rows_of(run_dir, 1)
+        assert len({(row["uid"], row["sample_index"], row["trajectory_index"]) for row in rows}) == len(rows) == 512
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        # Another conversation of the first is trained by the tests above.
+        pytest.param(name, marks=[pytest.mark.full] if name != "in_a_thread" else [])
+        for name in re.findall(r"^(?:async )?def (\w+)\(base_url", PAGE, re.MULTILINE)
+    ],
+)
+def test_the_agents_of_the_page_train(inputs: Inputs, kept: Kept, tmp_path: Path, name: str) -> None:
+    (block,) = [block for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S) if f"def {name}(" in block]
+    run_dir = train(inputs, kept, tmp_path, name, text=block)
+    assert Record.read(run_dir).final[STEPS]["actor/grad_norm"] > 0
