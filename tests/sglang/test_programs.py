@@ -9,20 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+from openai import AsyncOpenAI
 
 from scalerl.data import PromptRow
+from scalerl.rollout.gateway.agent import as_program
+from scalerl.rollout.gateway.session import Parsers
 from scalerl.rollout.program import Ask, Program, Sample, Servers, Tools, Trajectory, single_turn
 from scalerl.rollout.samples import SampleRequest, make_samples
 from scalerl.rollout.servers.client import RolloutClient, SamplingParams
 from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, Engine, Model
 from tests.sglang.test_recovery import Restart, gone
+from tests.tiny_models import tiny_tokenizer
 
 SAMPLING = SamplingParams(max_new_tokens=40, temperature=1.0, ignore_eos=True)
 N = 3
 
 
-class Tokenizer:
-    """Programs here speak in token ids."""
+TOKENIZER = tiny_tokenizer()
 
 
 async def with_a_tool(prompt: PromptRow, servers: Servers, tools: Tools) -> Trajectory:
@@ -45,6 +48,20 @@ async def of_unequal_turns(prompt: PromptRow, servers: Servers, tools: Tools) ->
     trajectory.observe([302])
     await servers.generate(trajectory, max_new_tokens=1 + 7 * (second.output_ids[-1] % 7))
     return trajectory
+
+
+async def two_calls(base_url: str, api_key: str, row: PromptRow) -> None:
+    """A question, and another one after its answer; all of it by a client that knows nothing of tokens."""
+    http = AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    messages: list[Any] = [{"role": "user", "content": f"{row.uid}?"}]
+    for number in range(2):
+        answer = await http.chat.completions.create(model="policy", messages=messages, max_tokens=10 + 9 * number)
+        messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": "and?"}]
+
+
+of_an_agent = as_program(two_calls, Parsers(), None)
+# The program of an agent leaves room for what its template writes.
+LONG = replace(SAMPLING, max_new_tokens=80)
 
 
 def requests(
@@ -83,7 +100,7 @@ def made(
 ) -> tuple[dict[tuple[int, int], Trajectory], dict[tuple[int, int], list[Ask]]]:
     samples: list[Sample] = []
     stop = None if stop_when is None else lambda: stop_when(samples)
-    left = asyncio.run(make_samples(clients, asked, program, Tokenizer(), samples.append, stop_when=stop, **kwargs))
+    left = asyncio.run(make_samples(clients, asked, program, TOKENIZER, samples.append, stop_when=stop, **kwargs))
     trajectories = [trajectory for sample in samples for trajectory in sample.trajectories]
     assert len({(t.uid, t.sample_index) for t in trajectories}) == len(trajectories), "a sample came twice"
     return {(t.uid, t.sample_index): t for t in trajectories}, left
@@ -123,7 +140,8 @@ def test_the_first_turns_of_a_group_are_one_request(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("shared_engine", ["embedded"], indirect=True)
-def test_programs_that_an_early_end_leaves_go_on_where_they_were(engine: Engine) -> None:
+@pytest.mark.parametrize("program", [of_unequal_turns, of_an_agent])
+def test_programs_that_an_early_end_leaves_go_on_where_they_were(engine: Engine, program: Program) -> None:
     """Ended again and again, each time after another sample or when a turn is half made."""
 
     class Counting(RolloutClient):
@@ -137,9 +155,8 @@ def test_programs_that_an_early_end_leaves_go_on_where_they_were(engine: Engine)
         counting.__class__ = Counting
         return counting
 
-    long = replace(SAMPLING, max_new_tokens=80)
     resumed: list[int] = []
-    whole, _ = made([client()], requests(sampling=long), of_unequal_turns)
+    whole, _ = made([client()], requests(sampling=LONG), program)
     assert resumed == []
     num_kept_turns = num_half_turns = 0
     # A server may make all turns while this process does not get on: as often as it takes until it did not.
@@ -147,8 +164,8 @@ def test_programs_that_an_early_end_leaves_go_on_where_they_were(engine: Engine)
         trajectories: dict[tuple[int, int], Trajectory] = {}
         asks: dict[tuple[int, int], Sequence[Ask]] = {(r.uid, r.sample_index): () for r in requests()}
         while asks:
-            asked = requests(asks, long)
-            came, left = made([client()], asked, of_unequal_turns, lambda samples: len(samples) >= 1)
+            asked = requests(asks, LONG)
+            came, left = made([client()], asked, program, lambda samples: len(samples) >= 1)
             assert came.keys() | left.keys() == asks.keys() and not came.keys() & left.keys()
             trajectories |= came
             asks = left
@@ -165,15 +182,16 @@ def test_programs_that_an_early_end_leaves_go_on_where_they_were(engine: Engine)
 
 
 @pytest.mark.parametrize("shared_engine", ["embedded"], indirect=True)
-def test_turns_of_a_server_that_is_lost_are_made_by_another(engine: Engine) -> None:
+@pytest.mark.parametrize("program", [with_a_tool, of_an_agent])
+def test_turns_of_a_server_that_is_lost_are_made_by_another(engine: Engine, program: Program) -> None:
     class Never(Restart):
         async def successor(self, *args: object) -> RolloutClient:
             await asyncio.Event().wait()
             raise AssertionError("unreachable")
 
-    whole, _ = made([client_of(engine)], requests())
+    whole, _ = made([client_of(engine)], requests(sampling=LONG), program)
     never = Never(lambda: None)
-    samples, _ = made([gone(), client_of(engine)], requests(), replacements=never)
+    samples, _ = made([gone(), client_of(engine)], requests(sampling=LONG), program, replacements=never)
     assert bits(samples) == bits(whole) and never.num_resubmitted > 0
 
 
