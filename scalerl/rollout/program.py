@@ -7,7 +7,10 @@ asks the servers as often as it likes and adds tokens between the answers (of a 
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -24,11 +27,21 @@ from scalerl.rewards.manager import number_of
 from scalerl.rollout.servers.requests import ABORTED, NO_VERSION, GenerateOutput, SamplingParams
 
 if TYPE_CHECKING:
+    from scalerl.config.schema import ProgramConfig
     from scalerl.data import PromptRow
     from scalerl.models.routing import RoutingShape
     from scalerl.rollout.servers.client import RolloutClient
 
 KEY = "actor_rollout_ref.rollout.program"
+# Begins the error of a sample that its surroundings have failed.
+ENVIRONMENT = "environment: "
+
+
+class EnvironmentFailed(Exception):
+    """Raise it in a program or an agent where not the policy has failed but what is around it, such as a container.
+
+    The sample is begun again, and left out in the end (`rollout.program.max_attempts`, `max_failed_frac`).
+    """
 
 
 @dataclass(frozen=True)
@@ -136,11 +149,18 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Sample:
-    """What one run of a program made, in the order in which it returned them; an agent's follow one another."""
+    """What one run of a program made, in the order in which it returned them; an agent's follow one another.
+
+    error: why there is no result, and the prompt alone; None: there is one.
+    model_s, other_s: seconds in which the program waited for turns, and the others.
+    """
 
     uid: int
     sample_index: int
     trajectories: list[Trajectory]
+    error: str | None = None
+    model_s: float = field(default=0.0, compare=False)
+    other_s: float = field(default=0.0, compare=False)
 
     @property
     def episodes(self) -> list[list[Trajectory]]:
@@ -202,6 +222,9 @@ class Servers:
         self.uid, self.sample_index, self.seed, self.routing = uid, sample_index, seed, routing
         self.asks: list[Ask] = []
         self._before = list(asks)
+        # Seconds in which the program waited for turns; those of turns at the same time count once.
+        self.model_s = 0.0
+        self._num_waits, self._waits_since = 0, 0.0
 
     def begin(self, prompt_ids: Sequence[int] | None = None, *, agent: str = "") -> Trajectory:
         """Makes a trajectory that has a prompt alone: the row's, or another one, as of a sub-agent.
@@ -249,9 +272,26 @@ class Servers:
         if before is not None:
             ask.output = self._before.pop(before).output
         if ask.output is None or not ask.output.finished:
-            ask.output = await self._make_turn(self, number, ask)
+            with self._waiting():
+                ask.output = await self._make_turn(self, number, ask)
         trajectory.parts.append(ask.output)
         return ask.output
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        if not self._num_waits:
+            self._waits_since = time.monotonic()
+        self._num_waits += 1
+        try:
+            yield
+        finally:
+            self._num_waits -= 1
+            if not self._num_waits:
+                self.model_s += time.monotonic() - self._waits_since
+
+    def begin_again(self) -> None:
+        """Makes ready for the program to begin anew, with the turns that it had."""
+        self._before, self.asks = self.record(), []
 
     def record(self) -> list[Ask]:
         """The `asks` for a program that begins again: the turns that it asked for, then earlier ones that it did not
@@ -295,7 +335,7 @@ async def run_program(program: Program, prompt: PromptRow, servers: Servers, too
     sample = f"prompt {prompt.uid} sample {servers.sample_index}"
     try:
         returned = await program(deepcopy(prompt) if is_users_own(program) else prompt, servers, tools)
-    except (UserError, RunError):
+    except (UserError, RunError, EnvironmentFailed):
         raise
     except Exception as error:
         if not is_users_own(program):
@@ -309,6 +349,28 @@ async def run_program(program: Program, prompt: PromptRow, servers: Servers, too
     names = list(dict.fromkeys(trajectory.agent for trajectory in trajectories))
     trajectories.sort(key=lambda trajectory: names.index(trajectory.agent))
     return Sample(servers.uid, servers.sample_index, trajectories)
+
+
+async def attempt_program(
+    program: Program, prompt: PromptRow, servers: Servers, tools: Tools, config: ProgramConfig
+) -> Sample:
+    """Runs a program as `run_program`, again where its surroundings failed or it took too long (config.max_attempts).
+
+    Of a sample that has no result in the end there is the prompt alone, and why.
+    """
+    began, why = time.monotonic(), ""
+    for _ in range(config.max_attempts):
+        try:
+            sample = await asyncio.wait_for(run_program(program, prompt, servers, tools), config.timeout_s)
+        except EnvironmentFailed as error:
+            why = str(error) or "EnvironmentFailed"
+        except TimeoutError:
+            why = f"no result within {KEY}.timeout_s={config.timeout_s:g}"
+        else:
+            other_s = max(0.0, time.monotonic() - began - servers.model_s)
+            return replace(sample, model_s=servers.model_s, other_s=other_s)
+        servers.begin_again()
+    return Sample(servers.uid, servers.sample_index, [servers.begin()], f"{ENVIRONMENT}{why}")
 
 
 def _wrongs(returned: Any, trajectories: Sequence[Any], servers: Servers) -> Iterator[str]:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from scalerl.config.schema import ProgramConfig
 from scalerl.rollout.dispatcher import STOP_POLL_S, Dispatcher
-from scalerl.rollout.program import Ask, Program, Sample, Servers, Tools, run_program
+from scalerl.rollout.program import Ask, Program, Sample, Servers, Tools, attempt_program
 from scalerl.rollout.servers.client import RolloutClient
 from scalerl.rollout.servers.requests import (
     ABORTED,
@@ -52,12 +53,14 @@ async def make_samples(
     tokenizer: Any,
     on_sample: Callable[[Sample], None],
     *,
+    config: ProgramConfig | None = None,
     stop_when: Callable[[], bool] | None = None,
     replacements: Replacements | None = None,
 ) -> dict[tuple[int, int], list[Ask]]:
     """Makes the samples. Returns (uid, sample_index) -> the turns so far of each unfinished one; {} unless stopped.
 
     on_sample: gets each sample as soon as its program returns.
+    config: limits of the program; None: the defaults.
     stop_when: as `Dispatcher.stop_when`; programs are cancelled then.
     replacements: as `Dispatcher`'s. A paused turn is continued under the weights that follow.
 
@@ -82,12 +85,17 @@ async def make_samples(
         )
         for request in requests
     ]
+    config = config or ProgramConfig()
+    at_a_time = asyncio.Semaphore(config.max_running or max(1, len(requests)))
     failed: list[BaseException] = []
     unfinished: set[Servers] = set(samples)
 
     async def make(request: SampleRequest, servers: Servers) -> None:
+        tools = Tools(tokenizer, request.seed)
         try:
-            on_sample(await run_program(program, request.prompt, servers, Tools(tokenizer, request.seed)))
+            async with at_a_time:
+                sample = await attempt_program(program, request.prompt, servers, tools, config)
+            on_sample(sample)
             unfinished.remove(servers)
         except Exception as error:
             failed.append(error)

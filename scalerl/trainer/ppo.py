@@ -218,7 +218,8 @@ def validate(run: Run) -> dict[str, float]:
         run.tracker.log_table("val/generations", *generations_table(columns, texts), step=run.step)
     run.rollout.drop(samples)
     scored = episodes.columns(columns)
-    failed = scored["reward_failed"] if run.config.reward_model.on_error == "zero" else None
+    counts_failed = run.config.reward_model.on_error == "zero" or scored["reward_failed"].any()
+    failed = scored["reward_failed"] if counts_failed else None
     # Agents that have names are counted apart.
     sources = ["/".join(filter(None, names)) for names in zip(scored["data_source"], scored["agent"], strict=True)]
     metrics = validation_metrics(sources, scored["uid"], scored["score"], scored["reward_extra"], failed)

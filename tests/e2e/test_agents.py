@@ -53,6 +53,23 @@ def in_a_thread(base_url, api_key, row):
     return score([one, ask(review(one), 4), ask(more(first(row), one), 4)])
 """
 
+IN_CONTAINERS = """
+from openai import AsyncOpenAI
+from scalerl.rollout.program import EnvironmentFailed
+
+async def agent(base_url, api_key, row):
+    http = AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    messages = [{"role": "user", "content": row.messages[-1]["content"]}]
+    answer = await http.chat.completions.create(model="policy", messages=messages, max_tokens=6)
+    # Of the sample alone, so that it fails in every attempt.
+    if row.extra_info["split"] == "train" and len(answer.choices[0].message.content) % 4 == 0:
+        raise EnvironmentFailed("no container is free")
+    return float(sum(map(ord, answer.choices[0].message.content)) % 3)
+
+async def dead(base_url, api_key, row):
+    raise EnvironmentFailed(f"no container is free")
+"""
+
 
 def train(inputs: Inputs, kept: Kept, directory: Path, name: str, *more: str, text: str = AGENTS) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
@@ -104,6 +121,34 @@ def test_threads_and_coroutines_have_the_same_numbers(inputs: Inputs, kept: Kept
     for step in range(1, STEPS + 1):
         ours, theirs = (rows_of(run_dir, step) for run_dir in runs)
         assert ours == theirs
+
+
+def test_samples_whose_surroundings_fail_are_left_out(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
+    """They are in no mean, train nothing, and are counted; the others of their groups have their own advantages."""
+    more = ["trainer.n_gpus_per_node=2", f"{ROLLOUT}.program.max_failed_frac=0.9"]
+    run_dir = train(inputs, kept, tmp_path, "agent", *more, text=IN_CONTAINERS)
+    num_left_out = 0
+    for step, logged in Record.read(run_dir).final.items():
+        rows = rows_of(run_dir, step) if step else []
+        left_out = [row for row in rows if row["reward_failed"]]
+        num_left_out += len(left_out)
+        assert logged.get("rollout/num_left_out", 0) == len(left_out) and logged.get("reward/num_failed", 0) == 0
+        assert all(row["num_sampled_tokens"] == row["response_length"] == 0 for row in left_out)
+        assert all(row["reward_error"] == "environment: no container is free" for row in left_out)
+        scores = [row["score"] for row in rows if not row["reward_failed"]]
+        if step:
+            assert logged["critic/score/mean"] == pytest.approx(sum(scores) / len(scores))
+            assert logged["rollout/tool_s/max"] >= logged["rollout/tool_s/mean"] >= 0
+    assert 0 < num_left_out < STEPS * PROMPTS * SAMPLES
+
+
+def test_a_dead_environment_is_told_in_one_line(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
+    (tmp_path / "agents.py").write_text(IN_CONTAINERS)
+    program = [f"{ROLLOUT}.program.path={tmp_path / 'agents.py'}", f"{ROLLOUT}.program.name=dead"]
+    finished = kept.train(inputs.overrides(tmp_path / "run", *program))
+    assert finished.code != 0
+    assert "16 of 16 samples have no result, more than" in finished.stderr, finished.tail()
+    assert finished.stderr.count("no container is free") <= 2, finished.tail()
 
 
 @pytest.mark.full

@@ -14,6 +14,7 @@ from scalerl.config.value_checks import (
     DTYPE,
     FRACTION,
     TEXT,
+    UNIT,
     above,
     all_or_at_least,
     at_least,
@@ -94,6 +95,14 @@ class ProgramConfig:
     # The function: a program, an async function of prompt, servers and tools; or an agent, a function of base_url,
     # api_key and row, which talks to the policy by OpenAI's API.
     name: str = key("program", TEXT)
+    # Seconds for one sample, those included in which it waits for servers; null: no limit.
+    timeout_s: float | None = key(None, or_null(above(0)))
+    # How often a sample is begun that raises EnvironmentFailed, or takes longer.
+    max_attempts: int = key(1, at_least(1))
+    # Share of a generation's samples that may be left out because of that; with more the run ends.
+    max_failed_frac: float = key(0.1, UNIT)
+    # Samples of a rollout worker that are made at a time, such as containers; null: all.
+    max_running: int | None = key(None, or_null(at_least(1)))
     # SGLang's parser of tool calls in the answers that an agent gets, such as qwen25; null: they have text alone.
     tool_call_parser: str | None = key(None, or_null(TEXT))
     # SGLang's parser of thoughts in the answers that an agent gets, such as qwen3; null: thoughts are text.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from scalerl.cluster.failures import WorkerError, values_of
 from scalerl.cluster.pools import ActorSpec
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config.schema import CustomRewardFunctionConfig, PPOConfig, ProgramConfig
+from scalerl.rollout.program import ENVIRONMENT
 from scalerl.rollout.sampling.dump import even_ranges, files_at, update_columns
 from scalerl.rollout.sampling.groups import EarlyEnd, SampleGroup
 from scalerl.rollout.sampling.judge import JudgeServers
@@ -35,7 +37,7 @@ from scalerl.rollout.sampling.rollout_workers import (
 from scalerl.rollout.sampling.worker import GeneratedBatch, RolloutWorker
 from scalerl.rollout.servers.client import SamplingParams
 from scalerl.rollout.servers.server_set import plan_replicas
-from scalerl.tracking.metrics import Metric, Metrics
+from scalerl.tracking.metrics import Metric, Metrics, merge_metrics
 from scalerl.tracking.metrics.failed_samples import as_wrong
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Reasons that are told of samples without a result.
+_MOST_WHYS = 3
 GENERATION_TIMEOUT = "actor_rollout_ref.rollout.generation_timeout_s"
 
 
@@ -196,13 +200,30 @@ class HybridRollout:
         samples = finished.samples.samples
         failed = samples["reward_failed"]
         self._say_why_failed(samples)
+        num_left_out = self._count_left_out(samples)
         held = finished.samples.with_samples(score=as_wrong(samples["score"], samples["data_source"], failed))
-        num_failed = Metric(float(failed[episodes.starts(samples)].sum()), "sum")
-        return replace(finished, samples=held, metrics=finished.metrics | {"reward/num_failed": num_failed})
+        num_failed = float(failed[episodes.starts(samples)].sum()) - num_left_out
+        counts = {"reward/num_failed": num_failed, "rollout/num_left_out": float(num_left_out)}
+        counted = {name: Metric(count, "sum") for name, count in counts.items()}
+        return replace(finished, samples=held, metrics=finished.metrics | counted)
+
+    def _count_left_out(self, samples: Mapping[str, np.ndarray]) -> int:
+        """The number of samples whose surroundings failed. Raises WorkerError where they are too many."""
+        errors = samples["reward_error"][episodes.sample_starts(samples)].tolist()
+        whys = Counter(error.removeprefix(ENVIRONMENT) for error in errors if error.startswith(ENVIRONMENT))
+        limit, num_left_out = self.rollout.program.max_failed_frac, whys.total()
+        if num_left_out > limit * len(errors):
+            shown = "; ".join(f"{count} x {why}" for why, count in whys.most_common(_MOST_WHYS))
+            raise WorkerError(
+                f"{num_left_out} of {len(errors)} samples have no result, more than "
+                f"actor_rollout_ref.rollout.program.max_failed_frac={limit:g}: {shown}"
+            )
+        return num_left_out
 
     def _say_why_failed(self, samples: Mapping[str, np.ndarray]) -> None:
         """Logs why the first failed sample has no score, where no earlier one had the same cause."""
-        failed_rows = np.flatnonzero(samples["reward_failed"])
+        is_left_out = [error.startswith(ENVIRONMENT) for error in samples["reward_error"].tolist()]
+        failed_rows = np.flatnonzero(samples["reward_failed"] & ~np.array(is_left_out, dtype=bool))
         causes = samples["reward_error"][failed_rows[:1]].tolist()
         if self.said.issuperset(causes):
             return
@@ -211,7 +232,7 @@ class HybridRollout:
         log.warning(
             "%d of %d samples have no score and count as wrong (reward_model.on_error=zero); the first, of prompt %d: "
             "%s",
-            samples["reward_failed"][starts_E].sum(),
+            np.isin(starts_E, failed_rows).sum(),
             len(starts_E),
             samples["prompt_uid"][failed_rows[0]],
             *causes,
@@ -367,7 +388,8 @@ def merged(groups: Sequence[SampleGroup], made: Mapping[int, GeneratedBatch]) ->
     reward_wait_s = max(batch.reward_wait_s for batch in made.values())
     return Finished(
         HeldRows(samples, batches, batch_S, row_S),
-        {"timing_s/gen/reward_wait": Metric(reward_wait_s, "max")},
+        {"timing_s/gen/reward_wait": Metric(reward_wait_s, "max")}
+        | merge_metrics(batch.metrics for batch in made.values()),
         sorted(unfinished, key=lambda group: position_of[group.uid]),
     )
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from scalerl.base.user_code import forget_files, import_files
+from scalerl.base.user_code import forget_files, import_files, is_users_own
 from scalerl.batch.data_proto import DataProto
 from scalerl.cluster.pools import Reusable
 from scalerl.rollout.prompt_sampling import sample_seed, sampling_of
@@ -19,13 +19,14 @@ from scalerl.rollout.sampling.dump import decoded, joined_columns, texts_of, wri
 from scalerl.rollout.sampling.groups import EarlyEndCount, GroupScores, SampleGroup
 from scalerl.rollout.sampling.held_batches import HeldBatches
 from scalerl.rollout.sampling.sample_columns import to_batch
+from scalerl.tracking.metrics import Metric, Metrics
 
 if TYPE_CHECKING:
     from scalerl.config.schema import CustomRewardFunctionConfig, DataConfig, ProgramConfig, RewardModelConfig
     from scalerl.data import PromptRow
     from scalerl.models.routing import RoutingShape
     from scalerl.rewards import ScoreResult
-    from scalerl.rollout.program import Ask, Sample, Trajectory
+    from scalerl.rollout.program import Ask, Program, Sample, Trajectory
     from scalerl.rollout.samples import SampleRequest
     from scalerl.rollout.sampling.groups import EarlyEnd
     from scalerl.rollout.sampling.judge import Judge
@@ -46,9 +47,27 @@ class GeneratedBatch:
     samples: dict[str, np.ndarray]
     # Scoring runs while other samples generate; this is what remained after the last sample.
     reward_wait_s: float
+    # Seconds of the user's own programs (`times_of`).
+    metrics: Metrics
     num_resubmitted: int
     missing: list[LostServer]
     unfinished: list[SampleGroup]
+
+
+def times_of(samples: Sequence[Sample], program: Program) -> Metrics:
+    """The metrics rollout/model_s/* and rollout/tool_s/*: seconds in which a program of the user's own waited for
+    turns, and the others; {} for scalerl's own."""
+    times = {
+        "rollout/model_s": [sample.model_s for sample in samples if sample.error is None],
+        "rollout/tool_s": [sample.other_s for sample in samples if sample.error is None],
+    }
+    if not is_users_own(program) or not times["rollout/tool_s"]:
+        return {}
+    metrics: Metrics = {}
+    for name, seconds in times.items():
+        metrics[f"{name}/mean"] = Metric(float(np.mean(seconds)), "mean", len(seconds))
+        metrics[f"{name}/max"] = Metric(max(seconds), "max")
+    return metrics
 
 
 @dataclass(frozen=True)
@@ -102,6 +121,7 @@ class RolloutWorker(HeldBatches, Reusable):
             self.tokenizer = ray.get(tokenizer[0])
         import_files(user_files)
         self.rewards = build_reward_manager(reward, custom_reward)
+        self.program_config = program
         self.program = load_program(program, None if data is None else data.chat_template_kwargs)
         self.model_scores, self.loss_columns, self.routing = reward.enable, loss_columns, routing
         self.max_prompt_length = None if data is None else data.max_prompt_length
@@ -245,6 +265,7 @@ class RolloutWorker(HeldBatches, Reusable):
                 self.program,
                 self.tokenizer,
                 scores.add,
+                config=self.program_config,
                 stop_when=None if enough is None else lambda: self.early_ends.is_over(generation, scores),
                 replacements=self.replacements,
             )
@@ -272,6 +293,7 @@ class RolloutWorker(HeldBatches, Reusable):
             batch_id=batch_id,
             samples=batch.samples,
             reward_wait_s=time.perf_counter() - generated_at,
+            metrics=times_of([sample for uid in results for sample in scores.finished(uid)], self.program),
             num_resubmitted=num_resubmitted,
             missing=list(self.replacements.missing.values()),
             unfinished=[group for group in groups if group.uid not in results],
@@ -321,6 +343,10 @@ class RolloutWorker(HeldBatches, Reusable):
 
     async def _score(self, dataset: str, prompt: PromptRow, sample: Sample) -> list[ScoreResult]:
         """The result of each trajectory: that of its episode."""
+        from scalerl.rewards import ScoreResult
+
+        if sample.error is not None:
+            return [ScoreResult(0.0, error=sample.error) for _ in sample.trajectories]
         results = await asyncio.gather(*(self._score_episode(dataset, prompt, own) for own in sample.episodes))
         return [result for result, episode in zip(results, sample.episodes, strict=True) for _ in episode]
 

@@ -25,7 +25,7 @@ from scalerl.rewards import RewardManager, ScoreRequest, ScoreResult, build_rewa
 from scalerl.rewards.judge import STYLE
 from scalerl.rewards.trial import TRIAL_RESPONSE, trial_results
 from scalerl.rollout.load_program import load_program
-from scalerl.rollout.program import Ask, Program, Sample, Servers, Tools, run_program
+from scalerl.rollout.program import Ask, EnvironmentFailed, Program, Sample, Servers, Tools, run_program
 from scalerl.rollout.sampling.groups import SCORE
 from scalerl.rollout.sampling.sample_columns import to_batch
 from scalerl.rollout.servers.requests import GenerateOutput, SamplingParams
@@ -229,6 +229,8 @@ def own_code_violations(
         yield f"{error}; tried with the response {TRIAL_RESPONSE!r} before the run starts"
     except TimeoutError:
         log.warning("the program takes more than %g s on trial, so that its result is not checked", PROGRAM_S)
+    except EnvironmentFailed as error:
+        log.warning("what is around the program failed on trial, so that its result is not checked: %s", error)
 
 
 async def _samples(

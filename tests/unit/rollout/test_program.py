@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,16 @@ from scalerl.config.schema import DataConfig, ProgramConfig
 from scalerl.data import PromptRow, RLHFDataset
 from scalerl.models.routing import RoutingShape
 from scalerl.rollout.load_program import load_program
-from scalerl.rollout.program import Ask, Sample, Servers, Tools, Trajectory, single_turn
+from scalerl.rollout.program import (
+    Ask,
+    EnvironmentFailed,
+    Sample,
+    Servers,
+    Tools,
+    Trajectory,
+    attempt_program,
+    single_turn,
+)
 from scalerl.rollout.program import run_program as run
 from scalerl.rollout.samples import turn_seed
 from scalerl.rollout.servers.requests import GenerateOutput, SamplingParams
@@ -205,6 +215,40 @@ def test_what_one_agent_does_is_one_episode() -> None:
     sample = sample_of(two_agents, servers(Policy()))
     assert [[t.reward for t in episode] for episode in sample.episodes] == [[1.0, None], [-1.0]]
     assert [t.agent for t in sample.trajectories] == ["black", "black", "white"]
+
+
+@pytest.mark.parametrize(
+    ("num_failures", "config", "error"),
+    [
+        (1, ProgramConfig(max_attempts=2), None),
+        (2, ProgramConfig(max_attempts=2), "environment: no container"),
+        (1, ProgramConfig(), "environment: no container"),
+        (-1, ProgramConfig(timeout_s=0.05), "environment: no result within .*timeout_s=0.05"),
+    ],
+)
+def test_a_sample_whose_surroundings_fail(num_failures: int, config: ProgramConfig, error: str | None) -> None:
+    """It is begun again, and gets the turn that it had; in the end its prompt is left, which trains nothing."""
+    num_begun = 0
+
+    async def in_a_container(prompt: Any, servers: Servers, tools: Tools) -> Trajectory:
+        nonlocal num_begun
+        num_begun += 1
+        trajectory = servers.begin()
+        await servers.generate(trajectory)
+        if num_failures < 0:
+            await asyncio.sleep(60)
+        if num_begun <= num_failures:
+            raise EnvironmentFailed("no container")
+        return trajectory
+
+    policy = Policy()
+    sample = asyncio.run(attempt_program(in_a_container, PROMPT, servers(policy), TOOLS, config))
+    assert len(policy.asked) == 1 and num_begun == config.max_attempts
+    (trajectory,) = sample.trajectories
+    if error is None:
+        assert sample.error is None and trajectory.token_ids == [2] and sample.other_s >= 0
+    else:
+        assert re.fullmatch(error, sample.error or "") and (trajectory.prompt_ids, trajectory.parts) == ([1, 2], [])
 
 
 def test_turns_draw_from_seeds_of_their_own() -> None:
