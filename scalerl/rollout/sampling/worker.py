@@ -55,13 +55,15 @@ class GeneratedBatch:
 
 
 def times_of(samples: Sequence[Sample], program: Program) -> Metrics:
-    """The metrics rollout/model_s/* and rollout/tool_s/*: seconds in which a program of the user's own waited for
-    turns, and the others; {} for scalerl's own."""
+    """The metrics timing_s/gen/policy/* and timing_s/gen/tools/*; {} for scalerl's own programs.
+
+    They are the seconds of a sample in which the user's program waited for turns, and the others.
+    """
     times = {
-        "rollout/model_s": [sample.model_s for sample in samples if sample.error is None],
-        "rollout/tool_s": [sample.other_s for sample in samples if sample.error is None],
+        "timing_s/gen/policy": [sample.model_s for sample in samples if sample.error is None],
+        "timing_s/gen/tools": [sample.other_s for sample in samples if sample.error is None],
     }
-    if not is_users_own(program) or not times["rollout/tool_s"]:
+    if not is_users_own(program) or not times["timing_s/gen/tools"]:
         return {}
     metrics: Metrics = {}
     for name, seconds in times.items():
