@@ -6,6 +6,7 @@ Dims: S samples, G groups (samples of one prompt, known by their uid, in any ord
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from scalerl.algorithms.masked import WHITEN_EPS
 from scalerl.algorithms.registry import Registry, check_result
 from scalerl.base.user_code import UserCodeError, called, on_forget, place_of
-from scalerl.config.names import CRITIC_ESTIMATORS, ESTIMATORS
+from scalerl.config.names import CRITIC_ESTIMATORS, ESTIMATORS, REFERENCE_ESTIMATORS
 from scalerl.config.schema import AlgorithmConfig
 
 _REGISTRY: Registry[Callable[..., Any]] = Registry(ESTIMATORS)
@@ -25,6 +26,8 @@ adv_estimator_names = _REGISTRY.names
 
 # Token column that a critic computes: a run has a critic if its estimator needs this column.
 VALUES = "values"
+# That of the reference model, likewise.
+REF_LOGPROBS = "ref_logprobs"
 GRPO_EPS = 1e-6
 
 
@@ -85,9 +88,10 @@ def _register(name: str, *, needs: tuple[str, ...], **traits: Any) -> Callable[[
 
     def added(function: Callable) -> Callable:
         estimator = add(function)
-        if VALUES in needs:
-            CRITIC_ESTIMATORS.add(name)
-            on_forget(function, lambda: CRITIC_ESTIMATORS.discard(name))
+        for column, estimators in ((VALUES, CRITIC_ESTIMATORS), (REF_LOGPROBS, REFERENCE_ESTIMATORS)):
+            if column in needs and name not in estimators:
+                estimators.add(name)
+                on_forget(function, functools.partial(estimators.discard, name))
         return estimator
 
     return added

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from scalerl.algorithms.advantages import register_token_adv_est
 from scalerl.algorithms.gae import gae
+from scalerl.config.names import DISTILLATION
 from scalerl.config.schema import AlgorithmConfig
 
 
@@ -55,6 +56,25 @@ def remax(
     returns_T = _returns(rewards_T, response_mask_T, cu_seqlens, 1.0)
     baselines_T = baseline_score.to(returns_T.dtype).repeat_interleave(cu_seqlens.diff())
     return torch.where(response_mask_T != 0, returns_T - baselines_T, 0.0), returns_T
+
+
+@register_token_adv_est(DISTILLATION, needs=("old_logprobs", "ref_logprobs"))
+def on_policy_distillation(
+    rewards_T: Tensor,
+    response_mask_T: Tensor,
+    cu_seqlens: Tensor,
+    config: AlgorithmConfig,
+    *,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """On-policy distillation: A_t = ref_logprobs - old_logprobs, less the reverse KL of the token to the teacher.
+
+    The reference model is the teacher. rewards_T: not used; scores are logged and validated all the same.
+    Source: MiniLLM (arXiv 2306.08543), GKD (arXiv 2306.13649) with the reverse KL on the student's own samples.
+    """
+    advantages_T = torch.where(response_mask_T != 0, ref_logprobs - old_logprobs, 0.0).float()
+    return advantages_T, advantages_T
 
 
 def _returns(rewards_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor, gamma: float) -> Tensor:

@@ -49,15 +49,20 @@ class RegisteredNames:
         )
 
 
+# The estimator whose reference model is a teacher.
+DISTILLATION = "on_policy_distillation"
 # Estimators whose baseline is the other samples of the same prompt.
 GROUP_ESTIMATORS = ("grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
 ESTIMATORS = RegisteredNames(
-    "advantage estimator", "algorithm.adv_estimator", ("gae", *GROUP_ESTIMATORS, "reinforce_plus_plus", "remax")
+    "advantage estimator",
+    "algorithm.adv_estimator",
+    ("gae", *GROUP_ESTIMATORS, "reinforce_plus_plus", "remax", DISTILLATION),
 )
 # Estimators that read a critic's values.
 CRITIC_ESTIMATORS = {"gae"}
-# Policy losses that read the reference's log-probs.
+# Policy losses and estimators that read the reference's log-probs.
 REFERENCE_LOSSES: set[str] = set()
+REFERENCE_ESTIMATORS = {DISTILLATION}
 POLICY_LOSSES = RegisteredNames(
     "policy loss",
     "actor_rollout_ref.actor.policy_loss.loss_mode",

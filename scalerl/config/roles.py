@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from scalerl.config.layout import LAYOUT_FIELDS, LayoutSizes
-from scalerl.config.names import ACTOR, CRITIC_ESTIMATORS, REFERENCE_LOSSES
+from scalerl.config.names import ACTOR, CRITIC_ESTIMATORS, REFERENCE_ESTIMATORS, REFERENCE_LOSSES
 
 if TYPE_CHECKING:
     from scalerl.config.schema import MegatronConfig, PPOConfig, ResourcePoolConfig
@@ -54,9 +54,14 @@ def uses_critic(cfg: PPOConfig) -> bool:
 
 
 def uses_reference(cfg: PPOConfig) -> bool:
-    """Whether a KL or the policy loss reads ref_logprobs; of a user's own loss once its file is imported."""
-    actor = cfg.actor_rollout_ref.actor
-    return actor.use_kl_loss or cfg.algorithm.use_kl_in_reward or actor.policy_loss.loss_mode in REFERENCE_LOSSES
+    """Whether a KL, the policy loss or the estimator reads ref_logprobs; of a user's own once its file is imported."""
+    actor, algorithm = cfg.actor_rollout_ref.actor, cfg.algorithm
+    return (
+        actor.use_kl_loss
+        or algorithm.use_kl_in_reward
+        or actor.policy_loss.loss_mode in REFERENCE_LOSSES
+        or algorithm.adv_estimator in REFERENCE_ESTIMATORS
+    )
 
 
 def all_model_roles(cfg: PPOConfig) -> list[ModelRole]:

@@ -30,7 +30,8 @@ STEPS = 8
 # The validation score that the example's reinforcement learning reaches: that of a mixture in half of its steps, with
 # a checkpoint in the middle.
 LEARNT, STEPS_OF_A_MIXTURE, SAVED = 0.8, 40, 20
-PROMPTS, SAMPLES = 64, 8
+PROMPTS, SAMPLES, SAMPLES_OF_A_TEACHER = 64, 8, 2
+VALIDATION = "val-core/arithmetic/add/reward/mean@1"
 BUCKET_MIB = 64
 # All of it, so that every metric of it is there; the thresholds are far from what two float32 engines differ by.
 CORRECTION = [
@@ -55,6 +56,8 @@ ABSENT = re.compile(
     r"|perf/memory_(peak|current)_gb/(reward_model|values|update_critic|testing|save_checkpoint|load_checkpoint)"
     # Of a run whose ranks were started again, and of profiled steps.
     r"|training/(num_rank_restarts|redone_steps|restart_lost_s)|timing_s/profile"
+    # Of a program of the user's own.
+    r"|num_trajectories/|timing_s/gen/(tools|policy)/"
     # With trainer.checkpoint_mirror.
     r"|checkpoint/(upload_s|failed_uploads)"
     # With trainer.async_save.
@@ -83,9 +86,41 @@ def scores(job: Job, out: Path) -> tuple[float, float, float]:
 
 
 @pytest.mark.full
-def test_quickstart_learns(start_job: StartJob, tmp_path: Path) -> None:
-    _, _, after_rl = scores(start_job(quickstart(tmp_path / "out"), tmp_path), tmp_path / "out")
+def test_quickstart_learns_and_teaches(start_job: StartJob, tmp_path: Path) -> None:
+    """The model that it ends with, as a teacher of the one that its reinforcement learning begins with, gets that one
+    to the same score with a fraction of the samples, by no score at all."""
+    out, distilled = tmp_path / "out", tmp_path / "distilled"
+    _, _, after_rl = scores(start_job(quickstart(out), tmp_path), out)
     assert after_rl >= LEARNT
+    command = [sys.executable, "-m", "scalerl.cli", "train", "--config-dir", str(EXAMPLE), "--config-name", "grpo"]
+    command += [f"data.{kind}_files={out / 'data' / f'rl_{kind}.parquet'}" for kind in ("train", "val")]
+    command += [
+        "algorithm.adv_estimator=on_policy_distillation",
+        f"actor_rollout_ref.ref.model_path={out / 'merged'}",
+        f"actor_rollout_ref.model.path={out / 'sft_model'}",
+        "actor_rollout_ref.actor.use_kl_loss=false",
+        f"actor_rollout_ref.rollout.n={SAMPLES_OF_A_TEACHER}",
+        f"custom_reward_function.path={EXAMPLE / 'reward.py'}",
+        f"trainer.default_local_dir={distilled}",
+        f"trainer.total_training_steps={STEPS_OF_A_MIXTURE}",
+        "trainer.test_freq=5",
+    ]
+    job = start_job(command, tmp_path)
+    assert job.finish(TIMEOUT_S) == 0, job.tail()
+    by_score, by_teacher = (
+        num_samples * first_step(run_dir, LEARNT - 0.1)
+        for run_dir, num_samples in ((out / "grpo", PROMPTS * SAMPLES), (distilled, PROMPTS * SAMPLES_OF_A_TEACHER))
+    )
+    assert by_teacher <= by_score / 4
+    steps = Record.read(distilled).final
+    # Less the reverse KL of a token.
+    assert steps[1]["critic/advantages/mean"] < steps[STEPS_OF_A_MIXTURE]["critic/advantages/mean"] < 0
+
+
+def first_step(run_dir: Path, score: float) -> int:
+    """The first validated step with this score."""
+    steps = Record.read(run_dir).final
+    return next(step for step, data in sorted(steps.items()) if data.get(VALIDATION, -1.0) >= score)
 
 
 @pytest.mark.full

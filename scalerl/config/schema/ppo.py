@@ -21,6 +21,7 @@ from scalerl.config.layout_checks import flash_attention_violations, whole_copie
 from scalerl.config.names import (
     ACTOR,
     CORRECTION,
+    DISTILLATION,
     ESTIMATORS,
     GROUP_ESTIMATORS,
     HYBRID,
@@ -42,6 +43,7 @@ from scalerl.config.servers import engines_with, num_replicas, replica_violation
 from scalerl.config.suggestions import divisors, nearest, nearest_multiples
 from scalerl.config.value_checks import show
 
+_REF = "actor_rollout_ref.ref"
 _POOL = f"{ROLLOUT}.resource_pool"
 _TP_SIZE = f"{ROLLOUT}.tensor_model_parallel_size"
 _TRANSPORT = f"{ROLLOUT}.weight_transport"
@@ -290,6 +292,21 @@ class PPOConfig:
             yield (
                 f"{ROLLOUT}.n = 1: {_ESTIMATOR} = {name} compares the samples of one prompt, so a group of one has no "
                 f"baseline; set {ROLLOUT}.n=2 or more, for example {ROLLOUT}.n=8"
+            )
+
+    @check(_ESTIMATOR, f"{_REF}.model_path", f"{CORRECTION}.bypass_mode")
+    def distillation_has_a_teacher(self, at: Place) -> Iterator[str]:
+        if self.algorithm.adv_estimator != DISTILLATION:
+            return
+        if self.actor_rollout_ref.ref.model_path is None:
+            yield (
+                f"{_ESTIMATOR} = {DISTILLATION}: the reference model is the teacher, and without a path it is the "
+                f"policy itself, which it has nothing to teach; set {_REF}.model_path to the teacher's directory"
+            )
+        if self.algorithm.rollout_correction.bypass_mode:
+            yield (
+                f"{_ESTIMATOR} = {DISTILLATION} compares the trainer's log-probs with the teacher's, and "
+                f"{CORRECTION}.bypass_mode=true leaves them out; set it to false"
             )
 
     @check(_ESTIMATOR, "reward_model.enable")

@@ -13,7 +13,9 @@ from scalerl.algorithms import adv_estimator_names, get_adv_estimator
 from scalerl.batch.data_proto import cu_seqlens_of
 from scalerl.config.schema import AlgorithmConfig
 
-PER_TOKEN = [name for name in adv_estimator_names() if get_adv_estimator(name).per_token]
+ALL = [name for name in adv_estimator_names() if get_adv_estimator(name).per_token]
+# Those that learn from rewards.
+PER_TOKEN = [name for name in ALL if name != "on_policy_distillation"]
 NUMBERS = st.floats(-3, 3, width=32)
 # Reward, value, whether the policy sampled it.
 BATCH = st.lists(st.lists(st.tuples(NUMBERS, NUMBERS, st.booleans()), min_size=1, max_size=9), min_size=1, max_size=5)
@@ -58,7 +60,17 @@ def by_hand(name: str, rows: Rows, baselines: list[float], config: AlgorithmConf
 
 
 def test_all_of_them_are_here():
-    assert set(PER_TOKEN) == {"gae", "reinforce_plus_plus", "remax"}
+    assert set(ALL) == {"gae", "reinforce_plus_plus", "remax", "on_policy_distillation"}
+
+
+def test_distillation_is_less_the_reverse_kl_of_each_sampled_token():
+    estimator = get_adv_estimator("on_policy_distillation")
+    student, teacher = torch.tensor([-1.0, -0.5, torch.nan, -2.0]), torch.tensor([-0.25, -0.75, 1.0, -2.0])
+    mask, rewards = torch.tensor([True, True, False, True]), torch.full((4,), torch.nan)
+    columns = {"old_logprobs": student, "ref_logprobs": teacher}
+    advantages, returns = estimator(rewards, mask, cu_seqlens_of([3, 1]), AlgorithmConfig(), **columns)
+    assert advantages.tolist() == returns.tolist() == [0.75, -0.25, 0.0, 0.0]
+    assert not estimator.whiten and set(estimator.needs) == columns.keys()
 
 
 @pytest.mark.parametrize("name", PER_TOKEN)

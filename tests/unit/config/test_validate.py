@@ -310,6 +310,10 @@ PPO_RELATIONS = {
         },
         ["algorithm.adv_estimator = remax", "reward_model.enable=false"],
     ),
+    "teacher that is the policy": (
+        {"algorithm.adv_estimator": "on_policy_distillation", f"{CORRECTION}.bypass_mode": True},
+        ["nothing to teach; set actor_rollout_ref.ref.model_path", f"{CORRECTION}.bypass_mode=true leaves them out"],
+    ),
     "band of covariances": (
         {f"{ACTOR}.policy_loss.clip_cov_lb": 6.0},
         ["clip_cov_lb = 6: must be below", "clip_cov_ub=7 or more"],
