@@ -311,8 +311,8 @@ PPO_RELATIONS = {
         ["algorithm.adv_estimator = remax", "reward_model.enable=false"],
     ),
     "teacher that is the policy": (
-        {"algorithm.adv_estimator": "on_policy_distillation", f"{CORRECTION}.bypass_mode": True},
-        ["nothing to teach; set actor_rollout_ref.ref.model_path", f"{CORRECTION}.bypass_mode=true leaves them out"],
+        {"algorithm.adv_estimator": "on_policy_distillation"},
+        ["nothing to teach; set actor_rollout_ref.ref.model_path"],
     ),
     "band of covariances": (
         {f"{ACTOR}.policy_loss.clip_cov_lb": 6.0},
