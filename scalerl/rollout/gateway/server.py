@@ -159,13 +159,32 @@ def _checked(body: Mapping[str, Any], session: Session) -> tuple[list[Message], 
             code="unsupported_parameter",
             param=name,
         )
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
-        raise RequestError("messages must be a list of at least one message", param="messages")
+    messages, stop = body.get("messages"), body.get("stop")
+    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+        raise RequestError(
+            "messages must be a list of at least one message, each with a role, a content of text, and tool_calls that "
+            "have a function with a name",
+            param="messages",
+        )
+    if stop is not None and not (
+        isinstance(stop, str) or (isinstance(stop, list) and all(isinstance(end, str) for end in stop))
+    ):
+        raise RequestError(f"stop is {stop!r:.80}; it must be a string or a list of strings", param="stop")
     for name in ("max_tokens", "max_completion_tokens"):
         if body.get(name) is not None and not (isinstance(body[name], int) and body[name] >= 1):
             raise RequestError(f"{name} is {body[name]!r}; it must be an integer of at least 1", param=name)
     return messages, body.get("tools") or None
+
+
+def _is_message(message: Any) -> bool:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    content, calls = message.get("content"), message.get("tool_calls") or []
+    has_parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
+    if not (content is None or isinstance(content, str) or has_parts) or not isinstance(calls, list):
+        return False
+    functions = [call.get("function") if isinstance(call, dict) else None for call in calls]
+    return all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions)
 
 
 def _completion(turn: Turn, model: str) -> dict[str, Any]:

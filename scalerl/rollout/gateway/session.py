@@ -36,7 +36,7 @@ class Turn:
     """An answer of the policy, and all that came before it.
 
     messages: the conversation with the answer.  tools: that were shown.  prompt_ids: of the conversation's beginning.
-    observed: tokens between the turn before and this one.
+    observed: tokens between the turn before and this one.  is_branch: the turn before had been continued already.
     """
 
     messages: list[Message]
@@ -45,6 +45,7 @@ class Turn:
     prompt_ids: list[int]
     observed: list[int]
     output: GenerateOutput
+    is_branch: bool = False
 
     @property
     def path(self) -> list[Turn]:
@@ -81,16 +82,17 @@ class Session:
 
         Raises RequestError for messages that cannot be rendered, or have no room.
         """
-        parent = self._known(messages, tools)
         try:
-            trajectory, observed = self._begun(parent, messages, tools)
+            parent = self._known(messages, tools)
+            is_branch = parent is not None and self._has_child(parent)
+            trajectory, observed = self._begun(parent, messages, tools, is_branch)
         except TemplateError as error:
             raise RequestError(str(error), param="messages") from error
         if trajectory.is_cut or trajectory.room < 1:
             raise self._too_long(len(trajectory.prompt_ids) + trajectory.num_tokens)
         output = await self.servers.generate(trajectory, max_new_tokens=max_tokens, stop=stop)
         message = await self._message(output, tools, stop or ())
-        return Turn([*messages, message], tools, parent, trajectory.prompt_ids, observed, output)
+        return Turn([*messages, message], tools, parent, trajectory.prompt_ids, observed, output, is_branch)
 
     def _known(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> Turn | None:
         """The last turn of the longest conversation that the messages continue."""
@@ -104,7 +106,11 @@ class Session:
         return best
 
     def _begun(
-        self, parent: Turn | None, messages: list[Message], tools: list[dict[str, Any]] | None
+        self,
+        parent: Turn | None,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None,
+        is_branch: bool,
     ) -> tuple[Trajectory, list[int]]:
         """The trajectory up to the next turn, and the tokens that are new in it."""
         if parent is None:
@@ -116,7 +122,10 @@ class Session:
         answer, new = parent.messages[-1], messages[len(parent.messages) :]
         observed = self.template.continuation(parent.output, answer.get("tool_calls") or [], new, tools)
         trajectory = self.servers.begin(parent.prompt_ids)
-        trajectory.parts = _parts(parent.path, {id(turn) for turn in parent.path if self._has_child(parent)})
+        # The first turn of a branch asks for all that is known of the tokens before it, and those after it go on there.
+        path = parent.path
+        own = len(path) if is_branch else max((at for at, turn in enumerate(path) if turn.is_branch), default=0)
+        trajectory.parts = _parts(path, set(map(id, path[:own])))
         trajectory.observe(observed)
         return trajectory, observed
 

@@ -119,7 +119,7 @@ def text_of(content: Any) -> str:
         return content or ""
     parts = []
     for part in content:
-        if part.get("type") != "text":
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise TemplateError(f"a part of type {part.get('type')!r}: messages have text alone")
         parts.append(part["text"])
     return "".join(parts)

@@ -195,6 +195,31 @@ def test_what_would_be_drawn_otherwise_is_refused_by_name(more: dict[str, Any]) 
     assert len(sample_of(agent).trajectories) == 1
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"no json",
+        b"[]",
+        b"{}",
+        b'{"messages": []}',
+        b'{"messages": [{"content": "2+2?"}]}',
+        b'{"messages": [{"role": "user", "content": 5}]}',
+        b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]}',
+        b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]}',
+        b'{"messages": [{"role": "user", "content": "2+2?"}], "stop": [5]}',
+        b'{"messages": [{"role": "user", "content": "2+2?"}], "max_tokens": 0}',
+    ],
+)
+def test_a_request_that_is_wrong_is_the_clients_fault(body: bytes) -> None:
+    async def agent(base_url: str, api_key: str, row: PromptRow) -> None:
+        await said(client(base_url, api_key), USER)
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}) as http:
+            answer = await http.post(f"{base_url}/chat/completions", content=body)
+            assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+
+    assert len(sample_of(agent).trajectories) == 1
+
+
 def test_a_conversation_without_room_ends_as_frameworks_know_it() -> None:
     async def agent(base_url: str, api_key: str, row: PromptRow) -> None:
         http = client(base_url, api_key)
