@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
 from openai import AsyncOpenAI, AuthenticationError, BadRequestError, OpenAI
 
 from scalerl.base.user_code import UserCodeError
 from scalerl.config.schema import ProgramConfig
 from scalerl.data import PromptRow
 from scalerl.data.chat import encode, render
+from scalerl.models.routing import RoutingShape
+from scalerl.rewards import ScoreResult
 from scalerl.rollout.gateway.agent import as_program
 from scalerl.rollout.gateway.session import Parsers
 from scalerl.rollout.load_program import load_program
 from scalerl.rollout.program import Ask, Sample, Servers, Tools, Trajectory, run_program
+from scalerl.rollout.sampling.sample_columns import to_batch
 from scalerl.rollout.servers.requests import GenerateOutput, RolloutError, SamplingParams
 from tests.tiny_models import tiny_tokenizer
 
@@ -50,15 +55,16 @@ class Policy:
         return GenerateOutput("r", 0, ids, [-0.5] * len(ids), reason, 4)
 
 
-def sample_of(agent: Any, policy: Policy | None = None, max_tokens: int = 200, **sampling: Any) -> Sample:
+def sample_of(agent: Any, policy: Policy | None = None, max_tokens: int = 200, **kwargs: Any) -> Sample:
     servers = Servers(
         policy or Policy(),
         PROMPT.input_ids,
-        SamplingParams(max_tokens, **sampling),
+        SamplingParams(max_tokens),
         uid=7,
         sample_index=1,
         seed=5,
         max_prompt_length=100,
+        **kwargs,
     )
     program = as_program(agent, Parsers(), None)
 
@@ -136,6 +142,37 @@ def test_what_differs_is_a_branch_and_nothing_is_trained_twice() -> None:
     branch = sample.trajectories[2]
     assert branch.token_ids[:3] == sample.trajectories[1].token_ids[:3] and not any(branch.response_mask[:3])
     assert sample.trajectories[-1].extra == {"sub": "a1", "ends": ["a2", "a3"]} and branch.reward is None
+
+
+def test_experts_of_branches_are_known_from_the_first_token_on() -> None:
+    """Each token's are its position here. A conversation, a branch of it that goes on, and a branch of the branch."""
+    routing = RoutingShape((True,), 256, 1)
+
+    class Routed(Policy):
+        async def __call__(self, sample: Servers, number: int, ask: Ask) -> GenerateOutput:
+            output = await super().__call__(sample, number, ask)
+            positions = torch.arange(ask.routed_from, len(ask.input_ids) + len(output.output_ids) - 1)
+            return replace(output, routed_experts=positions.view(-1, 1, 1).to(torch.uint8))
+
+    async def agent(base_url: str, api_key: str, row: PromptRow) -> None:
+        http = client(base_url, api_key)
+
+        async def more(said_before: list[Any], question: str) -> list[Any]:
+            messages = [*said_before, {"role": "user", "content": question}]
+            return [*messages, answered(await said(http, *messages))]
+
+        first = await more([], "2+2?")
+        await more(await more(first, "x"), "y")
+        branch = await more(await more(first, "z"), "u")
+        await more(branch, "v")
+        await more(branch, "w")
+
+    trajectories = sample_of(agent, Routed(), routing=routing).trajectories
+    columns = to_batch(trajectories, [PROMPT] * 3, [ScoreResult(0.0)] * 3, [0] * 3, routing=routing)
+    assert [sum(row.tolist()) for row in map(columns.tokens["response_mask"].__getitem__, range(3))] == [9, 9, 3]
+    for row in range(3):
+        experts = columns.tokens["routed_experts"][row].flatten().tolist()
+        assert experts[:-1] == list(range(len(experts) - 1))
 
 
 def test_a_request_whose_client_went_away_leaves_nothing() -> None:
