@@ -301,12 +301,12 @@ class PPOConfig:
         if self.actor_rollout_ref.ref.model_path is None:
             yield (
                 f"{_ESTIMATOR} = {DISTILLATION}: the reference model is the teacher, and without a path it is the "
-                f"policy itself, which it has nothing to teach; set {_REF}.model_path to the teacher's directory"
+                f"policy itself, which it has nothing to teach; set {_REF}.model_path=teacher, the teacher's directory"
             )
         if self.algorithm.rollout_correction.bypass_mode:
             yield (
                 f"{_ESTIMATOR} = {DISTILLATION} compares the trainer's log-probs with the teacher's, and "
-                f"{CORRECTION}.bypass_mode=true leaves them out; set it to false"
+                f"{CORRECTION}.bypass_mode=true leaves them out; set {CORRECTION}.bypass_mode=false"
             )
 
     @check(_ESTIMATOR, "reward_model.enable")

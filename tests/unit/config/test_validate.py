@@ -312,7 +312,7 @@ PPO_RELATIONS = {
     ),
     "teacher that is the policy": (
         {"algorithm.adv_estimator": "on_policy_distillation"},
-        ["nothing to teach; set actor_rollout_ref.ref.model_path"],
+        ["nothing to teach; set actor_rollout_ref.ref.model_path=teacher"],
     ),
     "band of covariances": (
         {f"{ACTOR}.policy_loss.clip_cov_lb": 6.0},
