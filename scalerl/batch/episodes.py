@@ -26,7 +26,7 @@ def starts(samples: Mapping[str, np.ndarray]) -> np.ndarray:
 
 def of_rows(samples: Mapping[str, np.ndarray]) -> np.ndarray:
     """[S] the number of each row's episode."""
-    is_first_S = np.zeros(len(samples["uid"]), dtype=np.int64)
+    is_first_S = np.zeros(_num_rows(samples), dtype=np.int64)
     is_first_S[starts(samples)] = 1
     return np.cumsum(is_first_S) - 1
 
@@ -38,7 +38,7 @@ def sums(samples: Mapping[str, np.ndarray], values_S: np.ndarray) -> np.ndarray:
 
 
 def _starts(samples: Mapping[str, np.ndarray], *names: str) -> np.ndarray:
-    num_rows = len(samples["uid"])
+    num_rows = _num_rows(samples)
     if "sample_index" not in samples or not num_rows:
         return np.arange(num_rows)
     is_first_S = np.zeros(num_rows, dtype=bool)
@@ -47,6 +47,10 @@ def _starts(samples: Mapping[str, np.ndarray], *names: str) -> np.ndarray:
         if name in samples:
             is_first_S[1:] |= samples[name][1:] != samples[name][:-1]
     return np.flatnonzero(is_first_S)
+
+
+def _num_rows(samples: Mapping[str, np.ndarray]) -> int:
+    return next((len(column) for column in samples.values()), 0)
 
 
 def columns(samples: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
