@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,11 +47,11 @@ class GeneratedBatch:
     samples: dict[str, np.ndarray]
     # Scoring runs while other samples generate; this is what remained after the last sample.
     reward_wait_s: float
-    # Seconds of the user's own programs (`times_of`).
-    metrics: Metrics
     num_resubmitted: int
     missing: list[LostServer]
     unfinished: list[SampleGroup]
+    # Seconds of the user's own programs (`times_of`).
+    metrics: Metrics = field(default_factory=dict)
 
 
 def times_of(samples: Sequence[Sample], program: Program) -> Metrics:
