@@ -71,7 +71,8 @@ def train(model_path: str, sizes: dict[str, int], max_tokens_per_micro_batch: in
                 [torch.full((LENGTHS[row],), (-1.0) ** row * (1 + row / 10)) for row in mine], torch.float32
             ),
         },
-        {name: torch.tensor(mine).numpy() for name in ("uid", "prompt_uid", "sample_index")},
+        {name: torch.tensor(mine).numpy() for name in ("uid", "prompt_uid", "sample_index")}
+        | {"trajectory_index": torch.zeros(len(mine), dtype=torch.int64).numpy()},
     )
     logprobs = engine.logprobs(shard, micro_batches, temperature=TEMPERATURE)["logprobs"]
     moved = logprobs.values + torch.cat([noise[row] for row in mine])
