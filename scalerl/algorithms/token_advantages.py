@@ -68,7 +68,7 @@ def on_policy_distillation(
     old_logprobs: Tensor,
     ref_logprobs: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """On-policy distillation: A_t = ref_logprobs - old_logprobs, less the reverse KL of the token to the teacher.
+    """On-policy distillation: A_t = ref_logprobs - old_logprobs, minus the reverse KL of the token.
 
     The reference model is the teacher. rewards_T: not used; scores are logged and validated all the same.
     Source: MiniLLM (arXiv 2306.08543), GKD (arXiv 2306.13649) with the reverse KL on the student's own samples.

@@ -113,7 +113,7 @@ def test_quickstart_learns_and_teaches(start_job: StartJob, tmp_path: Path) -> N
     )
     assert by_teacher <= by_score / 4
     steps = Record.read(distilled).final
-    # Less the reverse KL of a token.
+    # Minus the reverse KL of a token.
     assert steps[1]["critic/advantages/mean"] < steps[STEPS_OF_A_MIXTURE]["critic/advantages/mean"] < 0
 
 

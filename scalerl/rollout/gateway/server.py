@@ -1,6 +1,6 @@
 """`Gateway`: the HTTP server of the chat endpoint, in the event loop of the process whose samples it makes.
 
-OpenAI's chat completions, plain and streamed; each session has a key of its own.
+It answers OpenAI's chat completions, plain and streamed. Each session has a separate key.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Session:
     parsers: Parsers
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     turns: list[Turn] = field(default_factory=list)
-    # The score that the client posted, and values beside it.
+    # The score that the client posted, and the other values of that request.
     reward: float | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 

@@ -43,7 +43,7 @@ class ChatTemplate:
         return self._encoded(self._rendered(messages, tools, add_generation_prompt=True))
 
     def ends(self, output: GenerateOutput) -> bool:
-        """Whether the last token of a turn is that which ends an answer."""
+        """Whether the last token of a turn is the token that ends an answer."""
         return output.finish_reason == "stop" and output.output_ids[-1:] == self._end_ids[:1]
 
     def text(self, output: GenerateOutput, *, with_special_tokens: bool) -> str:

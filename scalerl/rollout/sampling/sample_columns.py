@@ -1,4 +1,4 @@
-"""The columns of a batch: what each trajectory drew, its tokens end to end, and what it is worth. S trajectories."""
+"""The columns of a batch: the tokens of all trajectories end to end, and the numbers of each. S trajectories."""
 
 from __future__ import annotations
 

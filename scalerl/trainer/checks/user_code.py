@@ -236,7 +236,7 @@ def own_code_violations(
 async def _samples(
     cfg: PPOConfig, program: Program, prompts: Sequence[PromptRow], tokenizer: PreTrainedTokenizerBase
 ) -> list[Sample]:
-    answer = tokenizer.encode(TRIAL_RESPONSE, add_special_tokens=False) or [0]
+    answer, rollout = tokenizer.encode(TRIAL_RESPONSE, add_special_tokens=False) or [0], cfg.actor_rollout_ref.rollout
 
     async def turn(sample: Servers, number: int, ask: Ask) -> GenerateOutput:
         ids = answer[: ask.sampling.max_new_tokens]
@@ -245,7 +245,7 @@ async def _samples(
 
     async def one(place: int, prompt: PromptRow) -> Sample:
         group, index = divmod(place, len(prompts) // NUM_GROUPS)
-        sampling = SamplingParams(cfg.data.max_response_length)
+        sampling = SamplingParams(cfg.data.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k)
         servers = Servers(
             turn,
             prompt.input_ids,
