@@ -70,14 +70,15 @@ def moments(
     """Endless moments that a seed chooses. The next phase is the one that was tried and hit least.
 
     struck: the kills so far, to which the caller adds. So one of 2 ms, which is often missed, is tried more often, and
-    one that is never hit twice as often as others at most.
+    one that is never hit twice as often as others at most. After each miss the next try is nearer to its beginning.
     """
     chosen, tried = random.Random(seed), Counter[str]()
     while True:
         hit = phases_hit(struck)
         phase = min(chosen.sample(phases, len(phases)), key=lambda phase: tried[phase] + hit.get(phase, 0))
+        num_missed = max(0, tried[phase] - hit.get(phase, 0))
         tried[phase] += 1
-        yield Moment(phase, chosen.random(), chosen.randrange(most_steps))
+        yield Moment(phase, chosen.random() / (1 + num_missed), chosen.randrange(most_steps))
 
 
 @dataclass(frozen=True)

@@ -123,10 +123,11 @@ def _write_records(plan: Plan, job_id: str, script: Path, live: dict[Path, list[
         own_id = f"{job_id}_{place}" if plan.script.seeds else job_id
         earlier = [replace(record, earlier=[]) for record, _ in live[run_dir]]
         logs = str(run_dir / "logs" / own_id)
-        SubmittedJob(own_id, now, str(script), output_file(pattern, job_id, place), logs, earlier).write(run_dir)
+        output = output_file(pattern, job_id, place)
+        SubmittedJob(own_id, now, str(script), output, logs, earlier, name=plan.name).write(run_dir)
     if plan.script.seeds:
-        seeds = list(plan.script.seeds)
-        SubmittedJob(job_id, now, str(script), output_file(pattern, job_id), str(plan.run_dir), seeds=seeds).write(
+        seeds, output = list(plan.script.seeds), output_file(pattern, job_id)
+        SubmittedJob(job_id, now, str(script), output, str(plan.run_dir), seeds=seeds, name=plan.name).write(
             plan.run_dir
         )
 

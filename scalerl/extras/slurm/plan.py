@@ -21,7 +21,7 @@ from scalerl.config.schema import SlurmConfig
 from scalerl.config.value_checks import show
 from scalerl.config.written import quoted
 from scalerl.errors import UserError
-from scalerl.extras.slurm.record import seed_dir
+from scalerl.extras.slurm.record import read_record, seed_dir
 from scalerl.extras.slurm.script import SCRIPTS, SEED, SbatchFile
 from scalerl.extras.slurm.slurm import (
     Partition,
@@ -55,10 +55,12 @@ SECRET_NAME = re.compile(
 class Plan:
     """A job that has been checked.
 
-    needs: paths that every node must be able to read.  notes: what was set for the user, and what is at risk.
+    name: trainer.experiment_name.  needs: paths that every node must be able to read.
+    notes: what was set for the user, and what is at risk.
     """
 
     run_dir: Path
+    name: str
     script: SbatchFile
     num_nodes: int
     gpus_per_node: int
@@ -154,7 +156,7 @@ def plan_of(
         command=[*command, *(_seed_overrides(cfg, run_dir) if slurm.seeds else [])],
         seeds=slurm.seeds,
     )
-    return Plan(run_dir, script, num_nodes, gpus_per_node, needs, notes)
+    return Plan(run_dir, cfg.trainer.experiment_name, script, num_nodes, gpus_per_node, needs, notes)
 
 
 def run_directory(cfg: PPOConfig | SFTConfig) -> Path:
@@ -233,7 +235,13 @@ def _compose(
     except ConfigError as error:
         violations += error.violations
     try:
-        run, name = named("sft" if command == "sft" else "ppo", overrides)
+        kind = "sft" if command == "sft" else "ppo"
+        run, name = named(kind, overrides)
+        record = read_record(run_directory(run.config)) if name else None
+        if record is not None and record.name:
+            # An earlier job of the run has perhaps not started: its name stands nowhere else.
+            name = [f"trainer.experiment_name={_as_value(record.name)}"]
+            run, _ = named(kind, [*overrides, *name])
         cfg, set_keys = run.config, run.set_keys
         if DEVICES not in run.set_keys:
             violations.append(

@@ -17,7 +17,7 @@ class SubmittedJob:
     """The last job of a run that was submitted.
 
     submitted_at: ISO time, with the zone.  earlier: jobs of the run that were not over when this one was submitted.
-    seeds: of an array; each of its runs has another record.
+    seeds: of an array; each of its runs has another record.  name: trainer.experiment_name.
     """
 
     job_id: str
@@ -27,6 +27,7 @@ class SubmittedJob:
     logs: str
     earlier: list[SubmittedJob] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
+    name: str = ""
 
     def write(self, run_dir: Path) -> None:
         """Writes the record into a run's directory, whole or not at all."""

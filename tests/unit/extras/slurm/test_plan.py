@@ -120,6 +120,12 @@ def test_a_job_has_the_name_of_its_run_which_a_requeued_one_has_too(tmp_path: Pa
     assert plan_module._compose("train", [], [*RUN, *EIGHT])[3] == name
     job = compose("ppo", [*RUN, *EIGHT, *name], rules=False)
     assert job.trainer.default_local_dir == cfg.trainer.default_local_dir
+    # In a directory of the user's too, where the first has only its record, of another second than this one.
+    own_dir = [*RUN, *EIGHT, f"trainer.default_local_dir={tmp_path / 'own'}"]
+    record = SubmittedJob("12", "now", "job.sbatch", "out", "logs/12", name="model-data-20260101-000000-abcdef")
+    record.write(tmp_path / "own")
+    _, cfg, _, name = plan_module._compose("train", [], own_dir)
+    assert name == [f"trainer.experiment_name={record.name}"] and cfg.trainer.experiment_name == record.name
     assert plan_module._compose("train", [], [*RUN, *EIGHT, "trainer.experiment_name=mine"])[3] == []
 
 
