@@ -1,4 +1,4 @@
-"""Sandbox for untrusted Python programs, with limits on time, memory, files, processes and network."""
+"""Sandbox for untrusted programs, with limits on time, memory, files, processes and network."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ import json
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from scalerl.rewards.errors import RewardError
 
+# Of the loopback that a command has for itself.
+PORT = 8000
 # Run as a file, not as a module, because it must not import the package.
 _JAIL = Path(__file__).with_name("sandbox_jail.py")
 
@@ -65,7 +69,57 @@ def run_python(source: str, stdin: str = "", limits: SandboxLimits | None = None
     """
     limits = limits or SandboxLimits()
     with _sealed_file(source, stdin) as program:
-        return _run(program, len(source.encode(errors="replace")), limits)
+        process, status = _start(program, limits, source_bytes=len(source.encode(errors="replace")))
+    return _finish(process, status, limits)
+
+
+class SandboxedCommand:
+    """A command in the sandbox of `run_python`, started: any executable that the sandbox sees.
+
+    stdin: text that it reads.  env: its environment variables, beside PATH, HOME, LANG and OMP_NUM_THREADS.
+    read_only: absolute paths that it sees as they are, in addition to the system's and Python's.
+    listener: a socket that listens on PORT of the command's own loopback, for this process to accept on: all of a
+    network that the command has.
+    Blocks for as long as a process takes to start. Raises RewardError as `run_python`.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        stdin: str,
+        env: Mapping[str, str],
+        read_only: Sequence[str],
+        limits: SandboxLimits,
+    ) -> None:
+        self.limits = limits
+        ours, theirs = socket.socketpair()
+        # Not on the jail's command line, where other users of the machine would see keys.
+        variables = json.dumps(dict(env))
+        with ours:
+            with theirs, _sealed_file(variables, stdin) as program:
+                self._process, self._status = _start(
+                    program,
+                    limits,
+                    source_bytes=len(variables),
+                    command=list(command),
+                    read_only=list(read_only),
+                    socket_fd=theirs.fileno(),
+                    port=PORT,
+                )
+            _, fds, _, _ = socket.recv_fds(ours, 64, 1)
+        if not fds:
+            self.wait()
+            raise RewardError("the sandbox did not start its network")
+        self.listener = socket.socket(fileno=fds[0])
+
+    def wait(self) -> SandboxResult:
+        """Waits for its end, or ends it at a limit."""
+        return _finish(self._process, self._status, self.limits)
+
+    def kill(self) -> None:
+        """Ends it and all that it started; `wait` returns. From any thread."""
+        # The kernel ends process 1 of its namespace with the jail, and all others with that.
+        self._process.kill()
 
 
 @functools.cache
@@ -94,17 +148,22 @@ def _sealed_file(source: str, stdin: str):
         os.close(fd)
 
 
-def _run(program: int, source_bytes: int, limits: SandboxLimits) -> SandboxResult:
+def _start(program: int, limits: SandboxLimits, **own: Any) -> tuple[subprocess.Popen, int]:
+    """Starts the jail.  program: descriptor of its stdin.  own: what differs from one sandbox to another.
+
+    Returns it, and the descriptor from which its report is read.
+    """
     status_read, status_write = os.pipe()
-    settings = {"source_bytes": source_bytes, "python_prefix": sys.base_prefix, "status_fd": status_write}
+    settings: dict[str, Any] = {"command": None, "read_only": [], "socket_fd": None}
+    settings |= {"python_prefix": sys.base_prefix, "status_fd": status_write} | asdict(limits) | own
     try:
         process = subprocess.Popen(
             # -I -S: no code of the environment, the user's directory or site-packages runs with privileges.
-            [sys.executable, "-I", "-S", str(_JAIL), json.dumps(settings | asdict(limits))],
+            [sys.executable, "-I", "-S", str(_JAIL), json.dumps(settings)],
             stdin=program,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            pass_fds=[status_write],
+            pass_fds=[status_write, *([] if settings["socket_fd"] is None else [settings["socket_fd"]])],
             env={},
             start_new_session=True,
         )
@@ -113,6 +172,11 @@ def _run(program: int, source_bytes: int, limits: SandboxLimits) -> SandboxResul
         raise
     finally:
         os.close(status_write)
+    return process, status_read
+
+
+def _finish(process: subprocess.Popen, status_read: int, limits: SandboxLimits) -> SandboxResult:
+    """Reads what a sandboxed program writes, until it ends or is at a limit."""
     assert process.stdout is not None and process.stderr is not None
     with os.fdopen(status_read, "rb") as status, process.stdout, process.stderr:
         deadline = time.monotonic() + limits.wall_s

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import resource
 import signal
+import socket
+import struct
 import sys
 from typing import Any
 
@@ -23,6 +26,7 @@ MNT_DETACH = 2
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 # mount_setattr has the same number on all architectures; the older pivot_root does not.
 SYS_MOUNT_SETATTR = 442
 SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41, "ppc64le": 203}
@@ -50,6 +54,8 @@ def _run(settings: dict[str, Any]) -> int:
     if not is_root:
         _enter_user_namespace()
     _checked(LIBC.unshare(CLONE_OTHERS), "new mount, host name, IPC, process and network namespaces")
+    if settings["socket_fd"] is not None:
+        _send_listener(settings["socket_fd"], settings["port"])
     # Die with the thread that waits for this process; the timer covers the case that it died before this line.
     _checked(LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "die with the parent")
     signal.setitimer(signal.ITIMER_REAL, settings["wall_s"] + 5)
@@ -74,7 +80,7 @@ def _run(settings: dict[str, Any]) -> int:
 
 def _become_program(settings: dict[str, Any], source: bytes, is_root: bool, keep_fd: int) -> None:
     """Turns this process, process 1 of the namespaces, into the program; returns only by raising OSError."""
-    _new_root(settings["python_prefix"], settings["disk_bytes"], settings["num_files"])
+    _new_root(settings)
     if is_root:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -84,8 +90,9 @@ def _become_program(settings: dict[str, Any], source: bytes, is_root: bool, keep
         LIBC.unshare(CLONE_NEWUSER)
     os.chdir(BOX)
     path = f"{BOX}/program.py"
-    with open(path, "wb") as file:
-        file.write(source)
+    if not settings["command"]:
+        with open(path, "wb") as file:
+            file.write(source)
     _set_limits(settings)
     _checked(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
     # Set after the last change of user, which would clear it.
@@ -94,8 +101,10 @@ def _become_program(settings: dict[str, Any], source: bytes, is_root: bool, keep
     os.closerange(keep_fd + 1, 1 << 16)
     python = f"{settings['python_prefix']}/bin/python{sys.version_info[0]}.{sys.version_info[1]}"
     env = {"PATH": "/usr/bin:/bin", "HOME": BOX, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+    env |= json.loads(source) if settings["command"] else {}
+    command = settings["command"] or [python, "-I", "-X", "utf8", path]
     # exec drops the capabilities in its namespaces, as it is not user 0 there.
-    os.execve(python, [python, "-I", "-X", "utf8", path], env)
+    os.execvpe(command[0], command, env)
 
 
 def _enter_user_namespace() -> None:
@@ -106,9 +115,21 @@ def _enter_user_namespace() -> None:
             file.write(text)
 
 
-def _new_root(python_prefix: str, disk_bytes: int, num_files: int) -> None:
+def _send_listener(fd: int, port: int) -> None:
+    """Makes a socket that listens on the loopback of the new network, for the process above, and sends it there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack("16sh14x", b"lo", 0)
+        (flags,) = struct.unpack("16xh14x", fcntl.ioctl(any_socket, SIOCGIFFLAGS, request))
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", flags | IFF_UP))
+    with socket.socket(fileno=fd) as above, socket.create_server(("127.0.0.1", port), backlog=128) as listener:
+        socket.send_fds(above, [b"listener"], [listener.fileno()])
+
+
+def _new_root(settings: dict[str, Any]) -> None:
+    python_prefix = settings["python_prefix"]
     _mount(None, "/", None, MS_REC | MS_PRIVATE, None)
-    root = next(p for p in MOUNT_POINTS if os.path.isdir(p) and not f"{python_prefix}/".startswith(f"{p}/"))
+    seen = [f"{path}/" for path in (python_prefix, *settings["read_only"])]
+    root = next(p for p in MOUNT_POINTS if os.path.isdir(p) and not any(path.startswith(f"{p}/") for path in seen))
     _mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=0755")
     for path in SYSTEM_DIRS:
         if os.path.islink(path):
@@ -124,9 +145,20 @@ def _new_root(python_prefix: str, disk_bytes: int, num_files: int) -> None:
     for name in ("null", "zero", "random", "urandom"):
         _bind_file(f"/dev/{name}", root)
     os.mkdir(root + BOX)
-    box = f"size={disk_bytes},nr_inodes={num_files},mode=0700,uid={NOBODY},gid={NOBODY}"
+    box = f"size={settings['disk_bytes']},nr_inodes={settings['num_files']},mode=0700,uid={NOBODY},gid={NOBODY}"
     _mount("tmpfs", root + BOX, "tmpfs", MS_NOSUID | MS_NODEV, box)
-    os.symlink(BOX, f"{root}/tmp")
+    if settings["command"]:
+        # A directory, not a link, which could not be followed to where a path below it is to be seen.
+        os.mkdir(f"{root}/tmp")
+        _mount("tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, box)
+    else:
+        os.symlink(BOX, f"{root}/tmp")
+    there = [f"{path}/" for path in (*SYSTEM_DIRS, python_prefix)]
+    # A directory before those in it.
+    for path in sorted(settings["read_only"]):
+        if not any(f"{path}/".startswith(other) for other in there):
+            _bind_read_only(path, root)
+            there.append(f"{path}/")
     _set_attributes(root, MOUNT_ATTR_RDONLY, recursive=False)
     os.chdir(root)
     _checked(LIBC.syscall(SYS_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
@@ -135,7 +167,11 @@ def _new_root(python_prefix: str, disk_bytes: int, num_files: int) -> None:
 
 
 def _bind_read_only(path: str, root: str) -> None:
-    os.makedirs(root + path)
+    if os.path.isdir(path):
+        os.makedirs(root + path, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(root + path), exist_ok=True)
+        os.close(os.open(root + path, os.O_CREAT | os.O_WRONLY, 0o644))
     _mount(path, root + path, None, MS_BIND | MS_REC, None)
     _set_attributes(root + path, MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV, recursive=True)
 

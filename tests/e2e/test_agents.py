@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,13 @@ def in_a_thread(base_url, api_key, row):
 
     one = ask(first(row), 3)
     return score([one, ask(review(one), 4), ask(more(first(row), one), 4)])
+"""
+
+COMMAND = f"""{AGENTS}
+import json, os, sys, types
+
+row = types.SimpleNamespace(**json.load(sys.stdin))
+print(json.dumps(in_a_thread(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], row)))
 """
 
 IN_CONTAINERS = """
@@ -115,12 +124,15 @@ def test_every_trained_token_is_as_it_was_sampled(inputs: Inputs, kept: Kept, tm
 
 
 @pytest.mark.full
-def test_threads_and_coroutines_have_the_same_numbers(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
+def test_threads_coroutines_and_commands_have_the_same_numbers(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
     """With the embedded engine a run of agents is one run, however they wait and whoever is first."""
     runs = [train(inputs, kept, tmp_path / name, name) for name in ("agent", "in_a_thread")]
+    command = shlex.join([sys.executable, str(tmp_path / "command" / "agents.py")])
+    more = [f"{ROLLOUT}.program.command={command}", f"{ROLLOUT}.program.path=null", f"{ROLLOUT}.program.timeout_s=300"]
+    runs.append(train(inputs, kept, tmp_path / "command", "unused", *more, text=COMMAND))
     for step in range(1, STEPS + 1):
-        ours, theirs = (rows_of(run_dir, step) for run_dir in runs)
-        assert ours == theirs
+        ours, *others = (rows_of(run_dir, step) for run_dir in runs)
+        assert [ours] * 2 == others
 
 
 def test_samples_whose_surroundings_fail_are_left_out(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:

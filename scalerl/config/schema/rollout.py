@@ -14,6 +14,7 @@ from scalerl.config.value_checks import (
     DTYPE,
     FRACTION,
     TEXT,
+    TEXTS,
     UNIT,
     above,
     all_or_at_least,
@@ -95,6 +96,22 @@ class ProgramConfig:
     # The function: a program, an async function of prompt, servers and tools; or an agent, a function of base_url,
     # api_key and row, which talks to the policy by OpenAI's API.
     name: str = key("program", TEXT)
+    # In place of a file: a command that is an agent, run for each sample in a sandbox (docs/agents.md).
+    command: str | None = key(None, or_null(TEXT))
+    # In place of both: YAML files, as verl's, with tools that the policy calls, and with interactions that answer it in
+    # the user's place (docs/agents.md).
+    tool_config_path: str | None = key(None, or_null(TEXT))
+    interaction_config_path: str | None = key(None, or_null(TEXT))
+    # Most answers of the policy in a sample with tools, most messages of an interaction; null: as many as have room.
+    max_assistant_turns: int | None = key(None, or_null(at_least(1)))
+    max_user_turns: int | None = key(None, or_null(at_least(0)))
+    # Calls of one answer that are made; the others are left out.
+    max_parallel_calls: int = key(1, at_least(1))
+    # Characters of a tool's answer that the policy sees, and where a longer one is cut.
+    max_tool_response_length: int = key(256, at_least(1))
+    tool_response_truncate_side: str = key("middle", one_of("left", "right", "middle"))
+    # Files and directories that a command sees, in addition to the system's, Python's and those that it names.
+    read_only_paths: list[str] = key([], TEXTS)
     # Seconds for one sample, those included in which it waits for servers; null: no limit.
     timeout_s: float | None = key(None, or_null(above(0)))
     # How often a sample is begun that raises EnvironmentFailed, or takes longer.
@@ -107,6 +124,43 @@ class ProgramConfig:
     tool_call_parser: str | None = key(None, or_null(TEXT))
     # SGLang's parser of thoughts in the answers that an agent gets, such as qwen3; null: thoughts are text.
     reasoning_parser: str | None = key(None, or_null(TEXT))
+
+    @property
+    def is_users_own(self) -> bool:
+        """Whether samples are made by something else than one answer to the prompt."""
+        return self.path is not None or self.command is not None or self.has_tools
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the policy calls tools, or an interaction answers it, in a conversation that scalerl leads."""
+        return self.tool_config_path is not None or self.interaction_config_path is not None
+
+    @check("path", "command", "tool_config_path", "interaction_config_path")
+    def one_way_to_make_a_sample(self, at: Place) -> Iterator[str]:
+        """The first that is set of a file, a command, and files of tools."""
+        first = next((name for name in ("path", "command") if getattr(self, name) is not None), None)
+        for name in ("command", "tool_config_path", "interaction_config_path"):
+            if first not in (None, name) and getattr(self, name) is not None:
+                yield (
+                    f"{at(name)} = {getattr(self, name)}: a sample is made by {at(first)}={getattr(self, first)}; set "
+                    f"{at(name)}=null"
+                )
+
+    @check("tool_config_path", "tool_call_parser")
+    def parser_of_calls(self, at: Place) -> Iterator[str]:
+        if self.tool_config_path is not None and self.tool_call_parser is None:
+            yield (
+                f"{at('tool_call_parser')} = null: tools are called by what it finds in an answer; set "
+                f"{at('tool_call_parser')}=qwen25"
+            )
+
+    @check("command", "read_only_paths")
+    def paths_of_a_command(self, at: Place) -> Iterator[str]:
+        if self.read_only_paths and self.command is None:
+            yield (
+                f"{at('read_only_paths')} = {','.join(self.read_only_paths)}: a program in {at('path')} sees all "
+                f"files; set {at('read_only_paths')}=[]"
+            )
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Agents: functions that talk to a chat endpoint, and are programs by the sessions of a gateway."""
+"""Agents: what talks to a chat endpoint, and is a program by the sessions of a gateway."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 ARGUMENTS = ("base_url", "api_key", "row")
 # Agents that are no coroutines run at a time, each in a thread that mostly waits.
 MAX_THREADS = 1024
+# Seconds in which a cancelled agent may end.
+_END_S = 10.0
+# Lets an agent make a sample: (gateway, base URL, key of the sample, its row) -> what the agent returns.
+Call = Callable[[Gateway, str, str, "PromptRow"], Awaitable[Any]]
 
 
 def as_program(
@@ -31,11 +35,21 @@ def as_program(
 
     options: data.chat_template_kwargs.  It returns the sample's reward, a dict with `score` and other values, or None.
     """
-    gateway = Gateway()
     threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="agent")
+
+    async def called(gateway: Gateway, base_url: str, key: str, row: PromptRow) -> Any:
+        if inspect.iscoroutinefunction(agent):
+            return await agent(base_url, key, row)
+        return await asyncio.get_running_loop().run_in_executor(threads, agent, base_url, key, row)
+
+    return wraps(agent)(program_of(called, place_of(agent), parsers, options))
+
+
+def program_of(call: Call, name: str, parsers: Parsers, options: Mapping[str, Any] | None) -> Program:
+    """The program whose samples `call` makes.  name: of the agent, for errors.  options: data.chat_template_kwargs."""
+    gateway = Gateway()
     templates: dict[int, ChatTemplate] = {}
 
-    @wraps(agent)
     async def program(prompt: PromptRow, servers: Servers, tools: Tools) -> list[Trajectory]:
         tokenizer = tools.tokenizer
         if id(tokenizer) not in templates:
@@ -48,27 +62,19 @@ def as_program(
                 failed.set_exception(error)
 
         async with gateway.serving(session, fail) as base_url:
-            returned = await _first(_called(agent, threads, base_url, session.key, prompt), failed)
+            returned = await _first(call(gateway, base_url, session.key, prompt), failed)
         trajectories = session.trajectories()
         if not trajectories:
             raise UserCodeError(
-                f"{KEY}: {place_of(agent)} ended without an answer of the policy, on prompt {prompt.uid} sample "
+                f"{KEY}: {name} ended without an answer of the policy, on prompt {prompt.uid} sample "
                 f"{servers.sample_index}"
             )
         last = trajectories[-1]
         last.reward, last.extra = session.reward, session.extra
-        _take(agent, returned, last)
+        _take(name, returned, last)
         return trajectories
 
     return program
-
-
-async def _called(
-    agent: Callable[..., Any], threads: ThreadPoolExecutor, base_url: str, key: str, prompt: PromptRow
-) -> Any:
-    if inspect.iscoroutinefunction(agent):
-        return await agent(base_url, key, prompt)
-    return await asyncio.get_running_loop().run_in_executor(threads, agent, base_url, key, prompt)
 
 
 async def _first(agent: Awaitable[Any], failed: asyncio.Future[None]) -> Any:
@@ -82,9 +88,11 @@ async def _first(agent: Awaitable[Any], failed: asyncio.Future[None]) -> Any:
     finally:
         task.cancel()
         failed.cancel()
+        # So that nothing of a sample outlives it.
+        await asyncio.wait({task}, timeout=_END_S)
 
 
-def _take(agent: Callable[..., Any], returned: Any, last: Trajectory) -> None:
+def _take(name: str, returned: Any, last: Trajectory) -> None:
     """Puts what an agent returned into the trajectory that is scored."""
     if returned is None:
         return
@@ -93,7 +101,7 @@ def _take(agent: Callable[..., Any], returned: Any, last: Trajectory) -> None:
         last.reward = values.pop("score")
         if number_of(last.reward) is None:
             raise UserCodeError(
-                f"{KEY}: {place_of(agent)} returned {returned!r:.200}; return a finite number, a dict with `score` and "
+                f"{KEY}: {name} returned {returned!r:.200}; return a finite number, a dict with `score` and "
                 "other values, or None for the reward function's score"
             )
     last.extra = last.extra | values

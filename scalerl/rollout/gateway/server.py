@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -60,6 +61,18 @@ class Gateway:
                 self._listening = None
                 runner, _ = await listening
                 await runner.cleanup()
+
+    @asynccontextmanager
+    async def listening(self, listener: socket.socket) -> AsyncIterator[None]:
+        """Answers on a socket that listens already too, inside the block, which is within that of a session."""
+        assert self._listening is not None, "no session"
+        runner, _ = await self._listening
+        site = web.SockSite(runner, listener)
+        await site.start()
+        try:
+            yield
+        finally:
+            await site.stop()
 
     async def _listen(self) -> tuple[web.AppRunner, str]:
         app = web.Application(client_max_size=_LARGEST_REQUEST)

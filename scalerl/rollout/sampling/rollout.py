@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -23,7 +23,8 @@ from scalerl.cluster.batch import TOKENS, HeldRows, PlacedBatch
 from scalerl.cluster.failures import WorkerError, values_of
 from scalerl.cluster.pools import ActorSpec
 from scalerl.cluster.worker_group import WorkerGroup
-from scalerl.config.schema import CustomRewardFunctionConfig, PPOConfig, ProgramConfig
+from scalerl.config.schema import CustomRewardFunctionConfig, PPOConfig
+from scalerl.rollout.load_program import from_anywhere
 from scalerl.rollout.program import ENVIRONMENT
 from scalerl.rollout.sampling.dump import even_ranges, files_at, update_columns
 from scalerl.rollout.sampling.groups import EarlyEnd, SampleGroup
@@ -116,7 +117,7 @@ class HybridRollout:
                 policy_tokenizer,
                 reward=config.reward_model,
                 custom_reward=_found_from_anywhere(config.custom_reward_function),
-                program=_found_from_anywhere(self.rollout.program),
+                program=from_anywhere(self.rollout.program),
                 trust_remote_code=model.trust_remote_code,
                 user_files=absolute(config.trainer.import_files),
                 loss_columns=[name for name in policy_loss_columns(loss_mode) if name not in COLUMNS],
@@ -398,9 +399,6 @@ def _uids_and_agents(samples: Mapping[str, np.ndarray]) -> list[tuple[int, str]]
     return list(zip(samples["uid"].tolist(), samples["agent"].tolist(), strict=True))
 
 
-UserFile = TypeVar("UserFile", CustomRewardFunctionConfig, ProgramConfig)
-
-
-def _found_from_anywhere(config: UserFile) -> UserFile:
+def _found_from_anywhere(config: CustomRewardFunctionConfig) -> CustomRewardFunctionConfig:
     """The configuration with an absolute path, by which a process on another node finds the file."""
     return config if config.path is None else replace(config, path=absolute([config.path])[0])

@@ -372,7 +372,7 @@ class RolloutWorker(HeldBatches, Reusable):
             prompt_str=prompt.messages[-1]["content"],
             solution_str=self.tokenizer.decode(last.token_ids, skip_special_tokens=True),
             ground_truth=prompt.ground_truth,
-            extra_info=prompt.extra_info,
+            extra_info=prompt.extra_info | extra,
             response_length=last.num_tokens,
         )
         if self._judge is not None and prompt.reward_style == STYLE:

@@ -152,7 +152,7 @@ def reward_violations(
     if len(failures) > _MAX_SHOWN:
         yield f"{len(failures)} of {len(requests)} trial scores failed, one for each data source; the first are above"
     # A program of the user's may add any number to those of the reward function.
-    if cfg.actor_rollout_ref.rollout.program.path is None:
+    if not cfg.actor_rollout_ref.rollout.program.is_users_own:
         yield from _filter_violations(cfg, trials)
         if "val" in datasets and cfg.trainer.custom_fit.path is None:
             yield from _best_metric_violations(cfg, trials)
@@ -217,7 +217,8 @@ def own_code_violations(
     tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[str]:
     """Yields what the user's own program or estimator does wrong with made-up answers to, and scores of, real rows."""
-    if not len(dataset) or not (is_users_own(program) or is_users_own(estimator.function)):
+    own_program = cfg.actor_rollout_ref.rollout.program.is_users_own
+    if not len(dataset) or not (own_program or is_users_own(estimator.function)):
         return
     prompts = [dataset[uid % len(dataset)] for uid in range(NUM_GROUPS)]
     prompts = [prompt for prompt in prompts for _ in range(min(cfg.actor_rollout_ref.rollout.n, MOST_SAMPLES))]

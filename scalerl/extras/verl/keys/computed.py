@@ -21,6 +21,15 @@ from scalerl.config.value_checks import show
 POLICY = "actor_rollout_ref"
 ACTOR, REF, MODEL = f"{POLICY}.actor", f"{POLICY}.ref", f"{POLICY}.model"
 PROGRAM = f"{POLICY}.rollout.program.path"
+# Each of them makes samples of several turns; and verl's names of the last two.
+PROGRAMS = tuple(
+    f"{POLICY}.rollout.program.{name}" for name in ("path", "command", "tool_config_path", "interaction_config_path")
+)
+TOOL_FILES = tuple(f"{POLICY}.rollout.multi_turn.{name}" for name in ("tool_config_path", "interaction_config_path"))
+# Either switches on turns.
+_TURNS = ("multi_turn.enable", "agent.default_agent_loop")
+# SGLang's names of verl's formats, where they differ.
+_PARSERS = {"glm": "glm45", "kimi": "kimi_k2", "minimax": "minimax-m2"}
 # Values that ask for nothing.
 NONE = (None, "null", "none", "", False, 0)
 
@@ -337,11 +346,30 @@ def engine_field(match: re.Match[str], value: Any, _: Context) -> Outcome | None
 
 
 def own_program(_: re.Match[str], value: Any, context: Context) -> Outcome:
-    """Already so with `rollout.program.path`; else refused, as turns and tools are those of your own program."""
-    why = "turns and tools are those of your own program"
-    if is_one_of(value, (*NONE, "single_turn_agent")) or context.value(PROGRAM) or context.left_open(PROGRAM):
+    """Already so with tools or a program in `rollout.program`; else refused, as nothing makes the turns."""
+    why = "turns are made with the tools or the program of actor_rollout_ref.rollout.program"
+    made = any(context.value(key) or context.left_open(key) for key in PROGRAMS)
+    made = made or not all(is_one_of(context.foreign(key), NONE) for key in TOOL_FILES)
+    if is_one_of(value, (*NONE, "single_turn_agent")) or made:
         return Outcome(why)
-    return refused(f"{why}; write it (docs/extending.md) and set {PROGRAM}", (f"{PROGRAM}=<your program>",))
+    return refused(
+        f"{why}, and there are none; set {PROGRAMS[2]} (docs/agents.md), or write a program (docs/extending.md) and "
+        f"set {PROGRAM}",
+        (f"{PROGRAM}=<your program>",),
+    )
+
+
+def key_of_turns(match: re.Match[str], value: Any, context: Context) -> Outcome:
+    """The key of the same name in `rollout.program` (`format`: `tool_call_parser`), if the run has several turns."""
+    enabled, loop = (context.foreign(f"{POLICY}.rollout.{key}") for key in _TURNS)
+    if is_one_of(enabled, NONE) and is_one_of(loop, (*NONE, "single_turn_agent")):
+        return Outcome("a sample is one answer")
+    if match[1] != "format":
+        return Outcome("", {f"{POLICY}.rollout.program.{match[1]}": value})
+    return Outcome(
+        "tool calls are read by SGLang's parsers",
+        {f"{POLICY}.rollout.program.tool_call_parser": _PARSERS.get(value, value)},
+    )
 
 
 def room_of_servers(_: re.Match[str], value: Any, context: Context) -> Outcome:

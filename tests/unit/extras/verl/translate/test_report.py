@@ -157,6 +157,12 @@ def test_an_agent_script_does_not_become_a_run_of_single_answers():
             compose("ppo", shlex.split(report.shell().replace("\\\n", " "))[2:])
         with pytest.raises(ConfigError, match=re.escape(program)):
             compose("ppo", [*given, argument])
+    # With tools it is a run that has them.
+    turns = [f"actor_rollout_ref.rollout.multi_turn.{text}" for text in ("tool_config_path=t.yaml", "format=hermes")]
+    with_tools = [*given, *asked, *turns, "actor_rollout_ref.rollout.multi_turn.max_user_turns=2"]
+    assert not [row for row in report_on("train", "ppo", with_tools).rows if row.fate == "dropped"]
+    made = compose("ppo", with_tools).actor_rollout_ref.rollout.program
+    assert (made.tool_config_path, made.tool_call_parser, made.max_user_turns) == ("t.yaml", "hermes", 2)
     with_program = [*given, *asked, f"{program}=p.py"]
     assert not [row for row in report_on("train", "ppo", with_program).rows if row.fate == "dropped"]
     assert compose("ppo", with_program).actor_rollout_ref.rollout.program.path == "p.py"
