@@ -4,6 +4,7 @@ python benchmarks/chaos.py                                     # 100 kills, embe
 python benchmarks/chaos.py --engine sglang
 python benchmarks/chaos.py --layout tp2 --critic
 python benchmarks/chaos.py --async-save --minutes 30
+python benchmarks/chaos.py --agents                            # samples of several conversations over HTTP
 python benchmarks/chaos.py --directory /data/chaos             # the same command goes on where it was cut
 
 One run is left alone. The other is killed --kills times, every process of the job at once, at moments that --seed
@@ -47,6 +48,13 @@ LAYOUTS = {
     "tp2": ["trainer.n_gpus_per_node=2", "+layout=tp2"],
     "pp2": ["trainer.n_gpus_per_node=2", "+layout=pp2"],
 }
+# Samples are made by agents that talk to the chat endpoint of a rollout worker.
+AGENTS = [
+    f"actor_rollout_ref.rollout.program.path={record.REPOSITORY / 'tests' / 'e2e' / 'asking_agent.py'}",
+    "actor_rollout_ref.rollout.program.name=agent",
+    "data.max_prompt_length=32",
+    "data.max_response_length=24",
+]
 # The weight of the KL moves from step to step, and so belongs to the state of the run.
 CRITIC = [
     "algorithm.adv_estimator=gae",
@@ -66,6 +74,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--engine", choices=("embedded", "sglang"), default="embedded")
     parser.add_argument("--layout", choices=tuple(LAYOUTS), default="one", help="of the ranks; default: one rank")
     parser.add_argument("--critic", action="store_true", help="PPO with a critic and a KL in the reward; else GRPO")
+    parser.add_argument("--agents", action="store_true", help="samples are made by agents; else each is one answer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=None, help="of the run; default: one for each kill, and 10")
     parser.add_argument("--async-save", action="store_true", help="trainer.async_save=true")
@@ -76,7 +85,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="where the runs are, and how far they are; default: for temporary files, removed",
     )
     parser.add_argument(
-        "--out", help="result file; default benchmarks/results/DATE-chaos-ENGINE[-LAYOUT][-critic][-async]-cpu.json"
+        "--out",
+        help="result file; default DATE-chaos-ENGINE[-LAYOUT][-critic][-async][-agents]-cpu.json in results",
     )
     record.add_now(parser)
     return parser.parse_args(arguments)
@@ -106,9 +116,9 @@ class Progress:
         progress = cls(**json.loads(path.read_text(encoding="utf-8")))
         if progress.options != options:
             other = ", ".join(
-                f"{key} {progress.options[key]}, now {options[key]}"
+                f"{key} {progress.options.get(key)}, now {options[key]}"
                 for key in options
-                if progress.options[key] != options[key]
+                if progress.options.get(key) != options[key]
             )
             raise UserError(f"{directory} has kills of another run ({other}): give another --directory")
         return progress
@@ -130,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
         except UserError as error:
             sys.exit(str(error))
     variant = (args.engine, *((args.layout,) if args.layout != "one" else ()))
-    variant += ("critic",) * args.critic + ("async",) * args.async_save
+    variant += ("critic",) * args.critic + ("async",) * args.async_save + ("agents",) * args.agents
     record.keep("_".join(("chaos", *variant)), arguments, vars(args), ran_on, result, device="cpu")
     return 0 if not result["differences"] else 1
 
@@ -142,7 +152,7 @@ def run(args: argparse.Namespace, directory: Path) -> dict:
     from tests.e2e.jobs import Inputs, Job, kill_marked, main_ppo
 
     steps = args.steps or args.kills + 10
-    shape = {name: getattr(args, name) for name in ("engine", "layout", "critic", "seed", "async_save")}
+    shape = {name: getattr(args, name) for name in ("engine", "layout", "critic", "seed", "async_save", "agents")}
     progress = Progress.of(directory, {**shape, "steps": steps})
     inputs = Inputs(directory / "model", directory / "rl_train.parquet", directory / "rl_val.parquet")
     pair = Pair("ppo", directory / "straight", directory / "killed", steps, 0)
@@ -156,6 +166,7 @@ def run(args: argparse.Namespace, directory: Path) -> dict:
             f"actor_rollout_ref.rollout.name={args.engine}",
             *LAYOUTS[args.layout],
             *(CRITIC if args.critic else ()),
+            *(AGENTS if args.agents else ()),
             f"trainer.total_training_steps={steps}",
             f"trainer.save_freq={kills.SAVE_FREQ}",
             "trainer.test_freq=3",

@@ -12,49 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from tests.e2e import asking_agent
 from tests.e2e.jobs import PROMPTS, SAMPLES, Inputs, Record
 from tests.e2e.kept import Kept
 
 STEPS = 2
 ROLLOUT = "actor_rollout_ref.rollout"
 PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
-# A reviewer with another prompt, and a conversation that goes on; as a coroutine and as a plain function.
-AGENTS = """
-from openai import AsyncOpenAI, OpenAI
-
-def first(row):
-    return [{"role": "user", "content": row.messages[-1]["content"]}]
-
-def review(text):
-    return [{"role": "system", "content": "1+1="}, {"role": "user", "content": text or "0"}]
-
-def more(messages, text):
-    return [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": "="}]
-
-def score(texts):
-    return {"score": float(sum(map(ord, "".join(texts))) % 3), "num_calls": len(texts)}
-
-async def agent(base_url, api_key, row):
-    http = AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
-
-    async def ask(messages, limit):
-        answer = await http.chat.completions.create(model="policy", messages=messages, max_tokens=limit)
-        return answer.choices[0].message.content
-
-    one = await ask(first(row), 3)
-    return score([one, await ask(review(one), 4), await ask(more(first(row), one), 4)])
-
-def in_a_thread(base_url, api_key, row):
-    http = OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
-
-    def ask(messages, limit):
-        answer = http.chat.completions.create(model="policy", messages=messages, max_tokens=limit)
-        return answer.choices[0].message.content
-
-    one = ask(first(row), 3)
-    return score([one, ask(review(one), 4), ask(more(first(row), one), 4)])
-"""
-
+AGENTS = Path(asking_agent.__file__).read_text(encoding="utf-8")
 COMMAND = f"""{AGENTS}
 import json, os, sys, types
 

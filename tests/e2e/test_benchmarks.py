@@ -220,6 +220,7 @@ def test_controller_scale_with_a_critic_and_dumps(tmp_path: Path) -> None:
     [
         ("embedded", 30, []),
         ("sglang", 30, []),
+        ("embedded", 30, ["--agents"]),
         ("embedded", 9, ["--async-save"]),
         ("embedded", 6, ["--layout", "tp2", "--critic"]),
     ],
