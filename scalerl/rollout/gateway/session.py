@@ -37,6 +37,7 @@ class Turn:
 
     messages: the conversation with the answer.  tools: that were shown.  prompt_ids: of the conversation's beginning.
     observed: tokens between the turn before and this one.  is_branch: the turn before had been continued already.
+    matched_stop: the text that ended the answer, which the answer is without.
     """
 
     messages: list[Message]
@@ -46,6 +47,12 @@ class Turn:
     observed: list[int]
     output: GenerateOutput
     is_branch: bool = False
+    matched_stop: str = ""
+
+    def is_answer(self, sent: Message) -> bool:
+        """Whether a client has sent the answer back; perhaps with the text that ended it, as frameworks do."""
+        answer = self.messages[-1]
+        return is_same(answer, sent) or is_same(answer | {"content": answer["content"] + self.matched_stop}, sent)
 
     @property
     def path(self) -> list[Turn]:
@@ -91,8 +98,8 @@ class Session:
         if trajectory.is_cut or trajectory.room < 1:
             raise self._too_long(len(trajectory.prompt_ids) + trajectory.num_tokens)
         output = await self.servers.generate(trajectory, max_new_tokens=max_tokens, stop=stop)
-        message = await self._message(output, tools, stop or ())
-        return Turn([*messages, message], tools, parent, trajectory.prompt_ids, observed, output, is_branch)
+        message, matched = await self._message(output, tools, stop or ())
+        return Turn([*messages, message], tools, parent, trajectory.prompt_ids, observed, output, is_branch, matched)
 
     def _known(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> Turn | None:
         """The last turn of the longest conversation that the messages continue."""
@@ -101,7 +108,7 @@ class Session:
             size = len(turn.messages)
             if size >= len(messages) or turn.tools != tools or (best is not None and size <= len(best.messages)):
                 continue
-            if all(map(is_same, turn.messages, messages)):
+            if all(map(is_same, turn.messages[:-1], messages)) and turn.is_answer(messages[size - 1]):
                 best = turn
         return best
 
@@ -143,12 +150,12 @@ class Session:
 
     async def _message(
         self, output: GenerateOutput, tools: list[dict[str, Any]] | None, stop: Sequence[str]
-    ) -> Message:
-        """The policy's turn as a message, without the text that stopped it."""
+    ) -> tuple[Message, str]:
+        """The policy's turn as a message, without the text that stopped it, and that text."""
         parsers, clients = self.parsers, self.servers.clients
         text = self.template.text(output, with_special_tokens=parsers != Parsers())
-        for end in stop:
-            text = text.removesuffix(end)
+        matched = next((end for end in stop if text.endswith(end)), "")
+        text = text.removesuffix(matched)
         message: Message = {"role": "assistant"}
         if parsers.reasoning is not None and clients:
             thoughts, text = await clients[0].separate_reasoning(text, parsers.reasoning)
@@ -160,7 +167,7 @@ class Session:
                 {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function} for function in found
             ]
         message["content"] = text
-        return message | ({"tool_calls": calls} if calls else {})
+        return message | ({"tool_calls": calls} if calls else {}), matched
 
     def trajectories(self) -> list[Trajectory]:
         """One for each conversation that no other continues, in the order in which the clients got their last answers.

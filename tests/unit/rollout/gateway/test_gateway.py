@@ -299,6 +299,19 @@ def test_an_agent_may_be_a_plain_function() -> None:
     assert sample_of(agent).trajectories[0].reward == 1.0
 
 
+@pytest.mark.parametrize("sent", ["a", "a0"])
+def test_an_answer_may_come_back_with_the_text_that_ended_it(sent: str) -> None:
+    """As frameworks do that stop at a closing tag, and write the tag into what they remember."""
+
+    async def agent(base_url: str, api_key: str, row: PromptRow) -> None:
+        http = client(base_url, api_key)
+        assert await said(http, USER, stop=["0"]) == "a"
+        await said(http, USER, answered(sent), USER)
+
+    (trajectory,) = sample_of(agent).trajectories
+    assert [text for text, is_trained in of(trajectory)[1] if is_trained] == ["a0<|im_end|>", "a1<|im_end|>"]
+
+
 def test_a_key_is_one_samples_alone() -> None:
     keys: list[tuple[str, str]] = []
 
