@@ -2,7 +2,7 @@
 
 python benchmarks/algorithms.py                                  # 5 algorithms x 3 seeds, hours on two cores
 python benchmarks/algorithms.py --algorithms grpo rloo --seeds 0 # some of them
-python benchmarks/algorithms.py --write-docs                     # and the table goes into docs/algorithms.md
+python benchmarks/algorithms.py --write-docs                     # and the table goes into benchmarks/README.md
 
 One run after the other, as a user would start them: data, model and warm start once for each seed, then `scalerl train`
 with the example's configuration and what ALGORITHMS changes. Each finished run leaves one JSON under --work and is not
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import record
 
 EXAMPLE = record.REPOSITORY / "examples" / "arithmetic"
-DOCS = record.REPOSITORY / "docs" / "algorithms.md"
+DOCS = record.REPOSITORY / "benchmarks" / "README.md"
 BEGIN, END = "<!-- learning table: benchmarks/algorithms.py writes it -->", "<!-- end of the learning table -->"
 RECIPES = record.REPOSITORY / "scalerl" / "configs" / "recipe"
 VALIDATION = "val-core/arithmetic/add/reward/mean@1"
@@ -61,7 +61,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--test-freq", type=int, default=5, help="steps between validations")
     parser.add_argument("--rollout", choices=("sglang", "embedded"), default="sglang")
     parser.add_argument("--work", type=Path, default=Path("outputs/algorithms"), help="of all runs; kept")
-    parser.add_argument("--write-docs", action="store_true", help="put the table into docs/algorithms.md")
+    parser.add_argument("--write-docs", action="store_true", help="put the table into benchmarks/README.md")
     parser.add_argument("--out", help="result file; default benchmarks/results/DATE-algorithms.json")
     record.add_now(parser)
     return parser.parse_args(arguments)
