@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -149,3 +151,87 @@ def test_the_agents_of_the_page_train(inputs: Inputs, kept: Kept, tmp_path: Path
     (block,) = [block for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S) if f"def {name}(" in block]
     run_dir = train(inputs, kept, tmp_path, name, text=block)
     assert Record.read(run_dir).final[STEPS]["actor/grad_norm"] > 0
+
+
+RECIPE = """
+hydra:
+  searchpath: ['file://verl/trainer/config']
+defaults:
+  - ppo_trainer
+  - _self_
+data:
+  max_prompt_length: 32
+  max_response_length: 40
+  return_raw_chat: True
+actor_rollout_ref:
+  hybrid_engine: True
+  rollout:
+    multi_turn:
+      enable: True
+      format: hermes
+      max_assistant_turns: 3
+"""
+OF_VERL = """
+from verl.interactions.base import BaseInteraction
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+
+class Adder(BaseTool):
+    async def execute(self, instance_id, parameters, **kwargs):
+        return ToolResponse(text=str(parameters["a"] + parameters["b"])), 0.0, {}
+
+class AgainInteraction(BaseInteraction):
+    async def start_interaction(self, instance_id=None, **kwargs):
+        self.truth = kwargs["ground_truth"]
+        return "one"
+
+    async def generate_response(self, instance_id, messages, **kwargs):
+        # A policy that is not trained is right by chance.
+        return messages[-1]["content"] == kwargs["ground_truth"], "=", 0.5, {}
+"""
+TOOLS_OF_VERL = """
+tools:
+  - class_name: classes.Adder
+    config: {type: native}
+    tool_schema:
+      type: function
+      function:
+        name: add
+        description: Adds.
+        parameters: {type: object, properties: {a: {type: integer}, b: {type: integer}}, required: [a, b]}
+"""
+
+INTERACTION_OF_VERL = """
+interaction:
+  - name: again
+    class_name: classes.AgainInteraction
+    config: {}
+"""
+
+
+def test_an_agent_script_of_verl_runs_as_it_is(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
+    """Its configuration file with verl's defaults, its files of tools and interactions, its classes and its rows."""
+    for name, text in {"recipe": RECIPE, "tools": TOOLS_OF_VERL, "interaction": INTERACTION_OF_VERL}.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    (tmp_path / "classes.py").write_text(OF_VERL)
+    files = {}
+    for kind, path in (("train", inputs.train), ("val", inputs.val)):
+        rows = pq.read_table(path).to_pylist()
+        for row in rows:
+            truth = row["reward_model"]["ground_truth"]
+            row["extra_info"] |= {"interaction_kwargs": {"name": "again", "ground_truth": truth}}
+        files[kind] = tmp_path / f"{kind}.parquet"
+        pq.write_table(pa.Table.from_pylist(rows), files[kind])
+    more = [f"data.{kind}_files={path}" for kind, path in files.items()]
+    turns = f"{ROLLOUT}.multi_turn"
+    more += [f"{turns}.tool_config_path={tmp_path / 'tools.yaml'}", f"data.tool_config_path={tmp_path / 'tools.yaml'}"]
+    more += [f"{turns}.interaction_config_path={tmp_path / 'interaction.yaml'}", "trainer.total_training_steps=1"]
+    arguments = ["--config-path", str(tmp_path), "--config-name", "recipe", *inputs.overrides(tmp_path / "run", *more)]
+    finished = kept.train(arguments)
+    assert finished.code == 0, finished.tail()
+    logged = Record.read(tmp_path / "run").final[1]
+    # An untrained policy seldom ends an answer.
+    assert logged["num_turns/mean"] > 1 and logged["reward_extra/num_tool_calls"] == 0
+    assert logged["actor/grad_norm"] > 0 and logged["training/rollout_probs_diff_max"] < 1e-5
+    scores = [json.loads(row["reward_extra"])["turn_scores"] for row in rows_of(tmp_path / "run", 1)]
+    assert max(map(len, scores)) == 1 and {score for each in scores for score in each} == {0.5}
