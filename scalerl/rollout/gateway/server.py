@@ -1,6 +1,6 @@
 """`Gateway`: the HTTP server of the chat endpoint, in the event loop of the process whose samples it makes.
 
-It answers OpenAI's chat completions, plain and streamed. Each session has a separate key.
+It answers OpenAI's chat completions and Anthropic's messages, plain and streamed. Each session has a separate key.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import asyncio
 import json
 import socket
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from aiohttp import web
 
 from scalerl.rewards.manager import number_of
+from scalerl.rollout.gateway import anthropic
 from scalerl.rollout.gateway.session import RequestError, Session, Turn
 from scalerl.rollout.gateway.template import Message
 
@@ -77,6 +77,7 @@ class Gateway:
     async def _listen(self) -> tuple[web.AppRunner, str]:
         app = web.Application(client_max_size=_LARGEST_REQUEST)
         app.router.add_post("/v1/chat/completions", self._answered(self._chat))
+        app.router.add_post("/v1/messages", self._answered(self._messages, anthropic.error_of))
         app.router.add_get("/v1/models", self._answered(self._models))
         app.router.add_post("/v1/reward", self._answered(self._reward))
         # A client that goes away takes its request with it.
@@ -86,9 +87,15 @@ class Gateway:
         host, port = runner.addresses[0][:2]
         return runner, f"http://{host}:{port}/v1"
 
-    def _answered(self, handle: Callable[..., Any]) -> Callable[[web.Request], Any]:
+    def _answered(
+        self, handle: Callable[..., Any], error_of: Callable[[RequestError], dict[str, Any]] | None = None
+    ) -> Callable[[web.Request], Any]:
+        """A route for sessions.  error_of: a refusal as its dialect has it; None: OpenAI's."""
+        error_of = error_of or _error
+
         async def answered(request: web.Request) -> web.StreamResponse:
-            session = self.sessions.get(request.headers.get("Authorization", "").removeprefix("Bearer "))
+            bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+            session = self.sessions.get(request.headers.get("x-api-key", bearer))
             try:
                 if session is None:
                     raise RequestError("no sample has this key, or it has ended", status=401, code="invalid_api_key")
@@ -98,14 +105,14 @@ class Gateway:
                 task.add_done_callback(self._requests[session.key].discard)
                 return await handle(request, session)
             except RequestError as error:
-                return web.json_response({"error": _error(error)}, status=error.status)
+                return web.json_response(error_of(error), status=error.status)
             except (asyncio.CancelledError, ConnectionError):
                 raise
             except Exception as error:
                 if session is not None and session.key in self._on_error:
                     self._on_error[session.key](error)
                 ended = RequestError("the sample has ended", status=503)
-                return web.json_response({"error": _error(ended)}, status=503)
+                return web.json_response(error_of(ended), status=503)
 
         return answered
 
@@ -123,26 +130,51 @@ class Gateway:
 
     async def _chat(self, request: web.Request, session: Session) -> web.StreamResponse:
         body = await _json(request)
-        messages, tools = _checked(body, session)
-        stop = body.get("stop")
-        turn = await session.answer(
-            messages,
-            tools,
-            max_tokens=body.get("max_completion_tokens") or body.get("max_tokens"),
-            stop=[stop] if isinstance(stop, str) else stop,
-        )
-        answer = _completion(turn, str(body.get("model") or MODEL))
-        if body.get("stream"):
-            response = await _streamed(request, answer, body)
-        else:
-            response = web.json_response(answer)
-            await response.prepare(request)
+        turn = await _asked(body, session)
+        answer = _completion(turn, _model(body))
+        return await _given(request, session, turn, _chunks(answer, body) if body.get("stream") else answer)
+
+    async def _messages(self, request: web.Request, session: Session) -> web.StreamResponse:
+        body = await _json(request)
+        turn = await _asked(anthropic.as_chat(body), session)
+        answer = anthropic.message_of(turn, _model(body))
+        return await _given(request, session, turn, anthropic.events(answer) if body.get("stream") else answer)
+
+
+def _model(body: Mapping[str, Any]) -> str:
+    return str(body.get("model") or MODEL)
+
+
+async def _asked(body: Mapping[str, Any], session: Session) -> Turn:
+    """The turn that a request for a chat completion asks for."""
+    messages, tools = _checked(body, session)
+    stop = body.get("stop")
+    return await session.answer(
+        messages,
+        tools,
+        max_tokens=body.get("max_completion_tokens") or body.get("max_tokens"),
+        stop=[stop] if isinstance(stop, str) else stop,
+    )
+
+
+async def _given(
+    request: web.Request, session: Session, turn: Turn, answer: dict[str, Any] | str
+) -> web.StreamResponse:
+    """Sends the client a turn, which then is the session's.  answer: JSON, or the events of a stream."""
+    if isinstance(answer, str):
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        # With its end, as a client may go once it has the last event.
+        await response.write_eof(answer.encode())
+    else:
+        response = web.json_response(answer)
+        await response.prepare(request)
         await response.write_eof()
-        if request.transport is None or request.transport.is_closing():
-            raise ConnectionResetError("the client has gone")
-        # Whoever went away before has raised, and what it asked for is nobody's.
-        session.turns.append(turn)
-        return response
+    if request.transport is None or request.transport.is_closing():
+        raise ConnectionResetError("the client has gone")
+    # Whoever went away before has raised, and what it asked for is nobody's.
+    session.turns.append(turn)
+    return response
 
 
 async def _json(request: web.Request) -> dict[str, Any]:
@@ -159,7 +191,8 @@ def _checked(body: Mapping[str, Any], session: Session) -> tuple[list[Message], 
     """The messages and tools of a request. Raises RequestError for what would be drawn from another distribution than
     the trainer computes, or that is not known here."""
     sampling = session.servers.sampling
-    runs = {"temperature": sampling.temperature, "top_p": sampling.top_p, "n": 1, "logprobs": False}
+    runs = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    runs |= {"n": 1, "logprobs": False}
     runs |= {"presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "response_format": {"type": "text"}}
     runs["tool_choice"] = "auto"
     for name, value in body.items():
@@ -203,11 +236,9 @@ def _is_message(message: Any) -> bool:
 def _completion(turn: Turn, model: str) -> dict[str, Any]:
     message = {key: value for key, value in turn.messages[-1].items() if value is not None}
     finish_reason = "tool_calls" if message.get("tool_calls") else turn.output.finish_reason
-    num_output = len(turn.output.output_ids)
-    num_prompt = len(turn.prompt_ids) + sum(len(one.observed) + len(one.output.output_ids) for one in turn.path)
-    num_prompt -= num_output
+    num_output, num_prompt = len(turn.output.output_ids), turn.num_tokens_before
     return {
-        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "id": f"chatcmpl-{turn.id}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
@@ -220,10 +251,8 @@ def _completion(turn: Turn, model: str) -> dict[str, Any]:
     }
 
 
-async def _streamed(request: web.Request, answer: dict[str, Any], body: Mapping[str, Any]) -> web.StreamResponse:
+def _chunks(answer: dict[str, Any], body: Mapping[str, Any]) -> str:
     """The answer as events. It is there as a whole, so that its content is one event."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
     (choice,) = answer["choices"]
     message = dict(choice["message"])
     calls = [call | {"index": index} for index, call in enumerate(message.pop("tool_calls", []))]
@@ -238,11 +267,9 @@ async def _streamed(request: web.Request, answer: dict[str, Any], body: Mapping[
     ]
     if (body.get("stream_options") or {}).get("include_usage"):
         events.append(same | {"choices": [], "usage": answer["usage"]})
-    data = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
-    await response.write(data.encode())
-    return response
+    return "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
 
 
 def _error(error: RequestError) -> dict[str, Any]:
     kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return {"message": str(error), "type": kind, "param": error.param, "code": error.code}
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}

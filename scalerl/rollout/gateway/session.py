@@ -48,6 +48,13 @@ class Turn:
     output: GenerateOutput
     is_branch: bool = False
     matched_stop: str = ""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @property
+    def num_tokens_before(self) -> int:
+        """The number of tokens of the conversation before the answer."""
+        parts = sum(len(turn.observed) + len(turn.output.output_ids) for turn in self.path)
+        return len(self.prompt_ids) + parts - len(self.output.output_ids)
 
     def is_answer(self, sent: Message) -> bool:
         """Whether a client has sent the answer back; perhaps with the text that ended it, as frameworks do."""
@@ -154,8 +161,9 @@ class Session:
         """The policy's turn as a message, without the text that stopped it, and that text."""
         parsers, clients = self.parsers, self.servers.clients
         text = self.template.text(output, with_special_tokens=parsers != Parsers())
-        matched = next((end for end in stop if text.endswith(end)), "")
-        text = text.removesuffix(matched)
+        # The last token may have more than the end.
+        matched = min((end for end in stop if end and end in text), key=text.index, default="")
+        text = text.partition(matched)[0] if matched else text
         message: Message = {"role": "assistant"}
         if parsers.reasoning is not None and clients:
             thoughts, text = await clients[0].separate_reasoning(text, parsers.reasoning)
