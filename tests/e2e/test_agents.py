@@ -46,6 +46,25 @@ async def dead(base_url, api_key, row):
     raise EnvironmentFailed(f"no container is free")
 """
 
+GAME = """
+from openai import AsyncOpenAI
+
+async def game(base_url, api_key, row):
+    http = AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+
+    async def play(player, text):
+        messages = [{"role": "user", "content": text or "0"}]
+        answer = await http.chat.completions.create(model=f"policy:{player}", messages=messages, max_tokens=4)
+        return answer.choices[0].message.content
+
+    white = await play("white", row.messages[-1]["content"])
+    black = await play("black", white)
+    for player, text in (("white", white), ("black", black)):
+        reward = float(sum(map(ord, text)) % 3)
+        body = {"reward": reward, "agent": player, "extra": {"posted": reward}}
+        await http.post("/reward", cast_to=object, body=body)
+"""
+
 
 def train(inputs: Inputs, kept: Kept, directory: Path, name: str, *more: str, text: str = AGENTS) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
@@ -119,6 +138,27 @@ def test_samples_whose_surroundings_fail_are_left_out(inputs: Inputs, kept: Kept
             assert logged["critic/score/mean"] == pytest.approx(sum(scores) / len(scores))
             assert logged["timing_s/gen/tools/max"] >= logged["timing_s/gen/tools/mean"] >= 0
     assert 0 < num_left_out < STEPS * PROMPTS * SAMPLES
+
+
+def test_each_agent_of_a_game_has_the_reward_that_is_posted_for_it(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
+    """It is compared with the same agent's in the other samples of the group."""
+    run_dir = train(inputs, kept, tmp_path, "game", text=GAME)
+    differ = False
+    for step in range(1, STEPS + 1):
+        rows = rows_of(run_dir, step)
+        assert len(rows) == 2 * PROMPTS * SAMPLES
+        of_agent: dict[tuple[int, str], list[tuple[float, float]]] = {}
+        for row in rows:
+            assert row["score"] == json.loads(row["reward_extra"])["posted"]
+            advantage = next(a for a, mask in zip(row["advantages"], row["response_mask"], strict=True) if mask)
+            of_agent.setdefault((row["uid"], row["agent"]), []).append((row["score"], advantage))
+        assert {agent for _, agent in of_agent} == {"white", "black"} and len(of_agent) == 2 * PROMPTS
+        for mine in of_agent.values():
+            assert len(mine) == SAMPLES and sum(advantage for _, advantage in mine) == pytest.approx(0, abs=1e-4)
+            mean = sum(score for score, _ in mine) / SAMPLES
+            assert all((score > mean) == (advantage > 1e-6) for score, advantage in mine)
+        differ = differ or any(len({score for score, _ in mine}) > 1 for mine in of_agent.values())
+    assert differ, "no group shows a difference"
 
 
 def test_a_dead_environment_is_told_in_one_line(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:

@@ -63,15 +63,13 @@ def program_of(call: Call, name: str, parsers: Parsers, options: Mapping[str, An
 
         async with gateway.serving(session, fail) as base_url:
             returned = await _first(call(gateway, base_url, session.key, prompt), failed)
+        _take(name, returned, session)
         trajectories = session.trajectories()
         if not trajectories:
             raise UserCodeError(
                 f"{KEY}: {name} ended without an answer of the policy, on prompt {prompt.uid} sample "
                 f"{servers.sample_index}"
             )
-        last = trajectories[-1]
-        last.reward, last.extra = session.reward, session.extra
-        _take(name, returned, last)
         return trajectories
 
     return program
@@ -92,16 +90,16 @@ async def _first(agent: Awaitable[Any], failed: asyncio.Future[None]) -> Any:
         await asyncio.wait({task}, timeout=_END_S)
 
 
-def _take(name: str, returned: Any, last: Trajectory) -> None:
-    """Puts what an agent returned into the trajectory that is scored."""
+def _take(name: str, returned: Any, session: Session) -> None:
+    """Makes what an agent returned the score of the sample."""
     if returned is None:
         return
     values = dict(returned) if isinstance(returned, Mapping) else {"score": returned}
     if "score" in values:
-        last.reward = values.pop("score")
-        if number_of(last.reward) is None:
+        session.reward = values.pop("score")
+        if number_of(session.reward) is None:
             raise UserCodeError(
                 f"{KEY}: {name} returned {returned!r:.200}; return a finite number, a dict with `score` and "
                 "other values, or None for the reward function's score"
             )
-    last.extra = last.extra | values
+    session.extra = session.extra | values

@@ -125,7 +125,18 @@ class Gateway:
         reward = number_of(body.get("reward"))
         if reward is None:
             raise RequestError(f"reward is {body.get('reward')!r}; it must be a finite number", param="reward")
-        session.reward, session.extra = float(reward), dict(body.get("extra") or {})
+        agent, extra = body.get("agent"), dict(body.get("extra") or {})
+        if agent is None:
+            session.reward, session.extra = float(reward), extra
+            return web.json_response({})
+        agents = list(dict.fromkeys(turn.agent for turn in session.turns))
+        if agent not in agents:
+            raise RequestError(
+                f"agent is {agent!r}, which has no answer yet: the model of its requests must be {MODEL}:{agent}; "
+                f"those with answers are {agents}",
+                param="agent",
+            )
+        session.of_agents[agent] = float(reward), extra
         return web.json_response({})
 
     async def _chat(self, request: web.Request, session: Session) -> web.StreamResponse:
@@ -145,6 +156,12 @@ def _model(body: Mapping[str, Any]) -> str:
     return str(body.get("model") or MODEL)
 
 
+def _agent(body: Mapping[str, Any]) -> str:
+    """The name of the agent that asks: that of the model policy:NAME, and none of other models."""
+    name, _, agent = _model(body).partition(":")
+    return agent if name == MODEL else ""
+
+
 async def _asked(body: Mapping[str, Any], session: Session) -> Turn:
     """The turn that a request for a chat completion asks for."""
     messages, tools = _checked(body, session)
@@ -154,6 +171,7 @@ async def _asked(body: Mapping[str, Any], session: Session) -> Turn:
         tools,
         max_tokens=body.get("max_completion_tokens") or body.get("max_tokens"),
         stop=[stop] if isinstance(stop, str) else stop,
+        agent=_agent(body),
     )
 
 

@@ -37,7 +37,7 @@ class Turn:
 
     messages: the conversation with the answer.  tools: that were shown.  prompt_ids: of the conversation's beginning.
     observed: tokens between the turn before and this one.  is_branch: the turn before had been continued already.
-    matched_stop: the text that ended the answer, which the answer is without.
+    matched_stop: the text that ended the answer, which the answer is without.  agent: name of the agent whose turn it is.
     """
 
     messages: list[Message]
@@ -48,6 +48,7 @@ class Turn:
     output: GenerateOutput
     is_branch: bool = False
     matched_stop: str = ""
+    agent: str = ""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
@@ -71,8 +72,9 @@ class Turn:
 class Session:
     """What the client with one key has asked for.
 
-    A request continues the longest known conversation that its messages begin with; whatever differs from the answers
-    that the policy gave begins a branch there. A turn is known from the moment at which its client has the answer.
+    A request continues the longest known conversation of its agent that its messages begin with; whatever differs from
+    the answers that the policy gave begins a branch there. A turn is known from the moment at which its client has the
+    answer.
     """
 
     servers: Servers
@@ -80,9 +82,11 @@ class Session:
     parsers: Parsers
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     turns: list[Turn] = field(default_factory=list)
-    # The score that the client posted, and the other values of that request.
+    # The score of the sample, and other values: of each agent that has none of its own.
     reward: float | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+    # Name of an agent -> its own score, and other values.
+    of_agents: dict[str, tuple[float, dict[str, Any]]] = field(default_factory=dict)
 
     async def answer(
         self,
@@ -91,13 +95,14 @@ class Session:
         *,
         max_tokens: int | None = None,
         stop: Sequence[str] | None = None,
+        agent: str = "",
     ) -> Turn:
         """Samples the next turn of a conversation. It is the session's once it is in `turns`.
 
         Raises RequestError for messages that cannot be rendered, or have no room.
         """
         try:
-            parent = self._known(messages, tools)
+            parent = self._known(messages, tools, agent)
             is_branch = parent is not None and self._has_child(parent)
             trajectory, observed = self._begun(parent, messages, tools, is_branch)
         except TemplateError as error:
@@ -106,14 +111,17 @@ class Session:
             raise self._too_long(len(trajectory.prompt_ids) + trajectory.num_tokens)
         output = await self.servers.generate(trajectory, max_new_tokens=max_tokens, stop=stop)
         message, matched = await self._message(output, tools, stop or ())
-        return Turn([*messages, message], tools, parent, trajectory.prompt_ids, observed, output, is_branch, matched)
+        conversation, prompt_ids = [*messages, message], trajectory.prompt_ids
+        return Turn(conversation, tools, parent, prompt_ids, observed, output, is_branch, matched, agent)
 
-    def _known(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> Turn | None:
-        """The last turn of the longest conversation that the messages continue."""
+    def _known(self, messages: list[Message], tools: list[dict[str, Any]] | None, agent: str) -> Turn | None:
+        """The last turn of the agent's longest conversation that the messages continue."""
         best: Turn | None = None
         for turn in self.turns:
             size = len(turn.messages)
-            if size >= len(messages) or turn.tools != tools or (best is not None and size <= len(best.messages)):
+            if size >= len(messages) or (turn.agent, turn.tools) != (agent, tools):
+                continue
+            if best is not None and size <= len(best.messages):
                 continue
             if all(map(is_same, turn.messages[:-1], messages)) and turn.is_answer(messages[size - 1]):
                 best = turn
@@ -180,17 +188,20 @@ class Session:
     def trajectories(self) -> list[Trajectory]:
         """One for each conversation that no other continues, in the order in which the clients got their last answers.
 
-        A turn that several have in common is trained with the first of them.
+        A turn that several have in common is trained with the first of them. The last one of each agent has its score.
         """
         trained: set[int] = set()
         made = []
         for leaf in self.turns:
             if self._has_child(leaf):
                 continue
-            trajectory = self.servers.begin(leaf.prompt_ids)
+            trajectory = self.servers.begin(leaf.prompt_ids, agent=leaf.agent)
             trajectory.parts = _parts(leaf.path, trained)
             trained.update(map(id, leaf.path))
             made.append(trajectory)
+        for agent, last in {trajectory.agent: trajectory for trajectory in made}.items():
+            reward, extra = self.of_agents.get(agent, (self.reward, {}))
+            last.reward, last.extra = reward, self.extra | extra
         return made
 
 

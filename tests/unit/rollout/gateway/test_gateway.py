@@ -287,6 +287,71 @@ def test_the_score_may_be_posted() -> None:
     assert (trajectory.reward, trajectory.extra) == (2.0, {"tests": 3})
 
 
+async def post_reward(http: AsyncOpenAI, **body: Any) -> None:
+    await http.post("/reward", cast_to=object, body=body)
+
+
+@pytest.mark.parametrize(("returned", "of_third"), [(None, None), (0.5, 0.5), ({"score": 0.5, "moves": 3}, 0.5)])
+def test_agents_that_models_name_have_scores_of_their_own(returned: Any, of_third: float | None) -> None:
+    """What one says is another's prompt, even where their messages are the same."""
+
+    async def agent(base_url: str, api_key: str, row: PromptRow) -> Any:
+        http = client(base_url, api_key)
+
+        async def say(who: str, *messages: Any) -> str:
+            answer = await http.chat.completions.create(model=f"policy:{who}", messages=list(messages))
+            assert answer.model == f"policy:{who}"
+            return answer.choices[0].message.content or ""
+
+        white = await say("white", USER)
+        black = await say("black", USER)
+        assert (white, black) == ("a0", "a1")
+        # The conversation of white, which black has seen.
+        await say("black", USER, answered(white), {"role": "user", "content": "and you?"})
+        await say("white", USER, answered(white), {"role": "user", "content": "and you?"})
+        await said(http, {"role": "user", "content": "who has won?"})
+        with pytest.raises(BadRequestError, match=r"agent is 'with', which has no answer yet: .* policy:with; those"):
+            await post_reward(http, reward=1.0, agent="with")
+        await post_reward(http, reward=1.0, agent="white", extra={"pieces": 2})
+        await post_reward(http, reward=-1.0, agent="black")
+        return returned
+
+    sample = sample_of(agent)
+    extra = {"moves": 3} if isinstance(returned, dict) else {}
+    of_agent = {
+        episode[0].agent: (len(episode), {t.reward for t in episode if t is not episode[-1]}, episode[-1])
+        for episode in sample.episodes
+    }
+    assert [(n, rest, t.reward, t.extra) for n, rest, t in of_agent.values()] == [
+        (2, {None}, -1.0, extra),
+        (1, set(), 1.0, extra | {"pieces": 2}),
+        (1, set(), of_third, extra),
+    ]
+    assert list(of_agent) == ["black", "white", ""]
+    trained = {name: [text for text, is_trained in of(t)[1] if is_trained] for name, (*_, t) in of_agent.items()}
+    assert trained == {
+        "black": ["a2<|im_end|>"],
+        "white": ["a0<|im_end|>", "a3<|im_end|>"],
+        "": ["a4<|im_end|>"],
+    }
+
+
+def test_a_posted_score_is_that_of_every_agent_that_has_none() -> None:
+    async def agent(base_url: str, api_key: str, row: PromptRow) -> None:
+        http = client(base_url, api_key)
+        for who in ("policy:white", "policy:black", "gpt-4o"):
+            await http.chat.completions.create(model=who, messages=[USER])  # type: ignore[list-item]
+        await post_reward(http, reward=0.25, extra={"moves": 3})
+        await post_reward(http, reward=0.5, agent="")
+
+    episodes = sample_of(agent).episodes
+    assert {(e[-1].agent, e[-1].reward, e[-1].extra["moves"]) for e in episodes} == {
+        ("white", 0.25, 3),
+        ("black", 0.25, 3),
+        ("", 0.5, 3),
+    }
+
+
 def test_an_agent_may_be_a_plain_function() -> None:
     """It waits in a thread, while others of the same loop get their answers."""
 
