@@ -53,11 +53,14 @@ def generations_table(
     """Makes the column names and rows of a table of the first samples.  texts: their prompt, response, ground truth.
 
     Each value that the reward function returned beside the score has a column, "" for samples without it.
+    The name of an agent follows its data source, as in the metrics of a validation.
     """
     extras = samples["reward_extra"][: len(texts)].tolist()
     names = list(dict.fromkeys(name for extra in extras for name in extra))
+    agents = samples.get("agent", np.full(len(samples["score"]), ""))
+    sources = ["/".join(filter(None, both)) for both in zip(samples["data_source"], agents, strict=True)]
     table = [
-        [*text, float(samples["score"][row]), samples["data_source"][row], *(extra.get(name, "") for name in names)]
+        [*text, float(samples["score"][row]), sources[row], *(extra.get(name, "") for name in names)]
         for row, (text, extra) in enumerate(zip(texts, extras, strict=True))
     ]
     columns = ["prompt", "response", "ground_truth", "score", "data_source"]

@@ -18,6 +18,7 @@ import torch
 
 from scalerl.batch import StepPlan
 from scalerl.batch.data_proto import DataProto, Jagged
+from scalerl.data.conversation_text import ConversationText
 
 if TYPE_CHECKING:
     from scalerl.data import PromptRow
@@ -124,23 +125,38 @@ def _plain(column: np.ndarray) -> Any:
 
 
 def texts_of(
-    tokenizer: Any, batch: DataProto, prompts: Mapping[int, PromptRow], with_special_tokens: bool
+    tokenizer: Any,
+    batch: DataProto,
+    prompts: Mapping[int, PromptRow],
+    with_special_tokens: bool,
+    options: Mapping[str, Any] | None = None,
 ) -> list[tuple[str, str, str]]:
-    """Decodes each row to (prompt, response, ground truth).  prompts: row of the data set -> prompt."""
-    texts = decoded(tokenizer, batch.tokens["input_ids"], batch.samples["prompt_length"], with_special_tokens)
+    """Decodes each row to (prompt, response, ground truth), as `decoded`.  prompts: row of the data set -> prompt."""
+    texts = decoded(tokenizer, batch.tokens, batch.samples["prompt_length"], with_special_tokens, options)
     truths = [prompts[uid].ground_truth for uid in batch.samples["prompt_uid"].tolist()]
     return [(*text, _as_text(truth)) for text, truth in zip(texts, truths, strict=True)]
 
 
 def decoded(
-    tokenizer: Any, input_ids: Jagged, prompt_lengths: np.ndarray, with_special_tokens: bool = True
+    tokenizer: Any,
+    tokens: Mapping[str, Jagged],
+    prompt_lengths: np.ndarray,
+    with_special_tokens: bool = True,
+    options: Mapping[str, Any] | None = None,
 ) -> list[tuple[str, str]]:
-    """Decodes each row to (prompt, response).  prompt_lengths: [S], tokens of each row before its response."""
+    """Decodes each row to (prompt, response); a response that the policy has not sampled alone is a `ConversationText`.
+
+    tokens: columns input_ids and response_mask.  prompt_lengths: [S], tokens of each row before its response.
+    options: data.chat_template_kwargs.
+    """
     decode = partial(tokenizer.decode, skip_special_tokens=not with_special_tokens)
+    conversations = ConversationText(tokenizer, options, with_special_tokens=with_special_tokens)
     texts = []
     for row, prompt_length in enumerate(prompt_lengths.tolist()):
-        ids = input_ids[row].tolist()
-        texts.append((decode(ids[:prompt_length]), decode(ids[prompt_length:])))
+        ids, mask = (tokens[name][row].tolist() for name in ("input_ids", "response_mask"))
+        response, is_sampled = ids[prompt_length:], mask[prompt_length:]
+        text = decode(response) if all(is_sampled) else conversations.of(response, is_sampled)
+        texts.append((decode(ids[:prompt_length]), text))
     return texts
 
 

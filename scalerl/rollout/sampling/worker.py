@@ -124,7 +124,8 @@ class RolloutWorker(HeldBatches, Reusable):
         import_files(user_files)
         self.rewards = build_reward_manager(reward, custom_reward)
         self.program_config = program
-        self.program = load_program(program, None if data is None else data.chat_template_kwargs)
+        self.chat_options = None if data is None else data.chat_template_kwargs
+        self.program = load_program(program, self.chat_options)
         self.model_scores, self.loss_columns, self.routing = reward.enable, loss_columns, routing
         self.max_prompt_length = None if data is None else data.max_prompt_length
         self._judge = Judge(reward.judge, reward.on_error) if reward.judge.enable else None
@@ -388,7 +389,7 @@ class RolloutWorker(HeldBatches, Reusable):
     ) -> list[tuple[str, str, str]]:
         """Decodes each row to (prompt, response, ground truth).  dataset: data set of the prompts, `train` or `val`."""
         batch = self.batches[batch_id].select(rows)
-        return texts_of(self.tokenizer, batch, self.datasets[dataset], with_special_tokens)
+        return texts_of(self.tokenizer, batch, self.datasets[dataset], with_special_tokens, self.chat_options)
 
     async def dump(
         self,
@@ -407,7 +408,7 @@ class RolloutWorker(HeldBatches, Reusable):
         def write() -> None:
             held = [self.all_tokens(batch_id).select(batch_rows) for batch_id, batch_rows, _ in own]
             tokens = joined_columns([*(step_rows for _, _, step_rows in own), *rows], [*held, *made])
-            texts = decoded(self.tokenizer, tokens["input_ids"], samples["prompt_length"])
+            texts = decoded(self.tokenizer, tokens, samples["prompt_length"], options=self.chat_options)
             write_dump(Path(path), tokens, samples, texts)
 
         # In a thread, as a generation may run in the event loop.
