@@ -37,7 +37,7 @@ class Turn:
 
     messages: the conversation with the answer.  tools: that were shown.  prompt_ids: of the conversation's beginning.
     observed: tokens between the turn before and this one.  is_branch: the turn before had been continued already.
-    matched_stop: the text that ended the answer, which the answer is without.  agent: name of the agent whose turn it is.
+    matched_stop: the text that ended the answer, which the answer is without.  agent: name of whose turn it is.
     """
 
     messages: list[Message]
