@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from scalerl.data.conversation_text import ConversationText
@@ -20,7 +22,7 @@ WITH_TOOLS = (
 ASSISTANT = "<|im_end|>\n<|im_start|>assistant\n"
 
 
-def of_parts(template: str | None, *parts: tuple[str, bool], with_special_tokens: bool = False) -> list[str]:
+def of_parts(template: Any, *parts: tuple[str, bool], with_special_tokens: bool = False) -> list[str]:
     """The lines of a response.  parts: text, and whether the policy sampled it."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
