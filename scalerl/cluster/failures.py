@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayTaskError
 
 from scalerl.checkpoint.errors import DamagedCheckpointError
 from scalerl.cluster.hang_report import report_of
@@ -103,8 +103,10 @@ def values_of(what: str, refs: list[Any], timeout_s: float, key: str = "trainer.
         return ray.get(refs, timeout=timeout_s)
     except RayTaskError as error:
         raise error.cause from None
-    except RayActorError as error:
+    except (RayActorError, OutOfMemoryError) as error:
         died = f"{what}: the process died: {str(error).splitlines()[0]}"
-        raise WorkerError(f"{died}\n{last_words(error.actor_id)}") from None
+        # Ray's memory monitor does not say which actor it killed.
+        said = f"\n{last_words(error.actor_id)}" if isinstance(error, RayActorError) else ""
+        raise WorkerError(died + said) from None
     except GetTimeoutError:
         raise WorkerError(f"{what}: no answer within {key}={timeout_s:.0f} s") from None

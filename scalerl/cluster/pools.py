@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -329,6 +329,6 @@ def _answers(actor: ActorHandle) -> bool:
     """Whether an idle actor still answers: its process may have been killed meanwhile."""
     try:
         ray.get(actor.__ray_ready__.remote(), timeout=ANSWER_TIMEOUT_S)
-    except (RayActorError, GetTimeoutError):
+    except (RayActorError, OutOfMemoryError, GetTimeoutError):
         return False
     return True

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, cast
 
 import ray
 from ray import cloudpickle
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from scalerl.base.user_code import called, is_users_own, place_of
 from scalerl.cluster.batch import ShardedBatch
@@ -150,7 +150,7 @@ class WorkerGroup:
                 f"{name}: rank {rank} did not answer within {limit.key}={limit.seconds:.0f} s; "
                 f"{last_words(self.ranks[rank])}"
             ) from None
-        except (RayTaskError, RayActorError) as error:
+        except (RayTaskError, RayActorError, OutOfMemoryError) as error:
             raise self.failures.explained(name, rank, error) from None
 
     def limit(self, name: str) -> Limit:

@@ -47,6 +47,25 @@ ray_session.REACH_S = float(os.environ.get("REACH_S", ray_session.REACH_S))
 services.RAYLET_EXECUTABLE = sys.argv[2] or services.RAYLET_EXECUTABLE
 sys.exit(run_main(start))
 """
+KILLED = """
+import sys
+import time
+import ray
+from scalerl.cluster.failures import values_of
+from scalerl.cluster.pools import ray_cluster
+from scalerl.errors import run_main
+
+@ray.remote(num_cpus=0)
+class Waiting:
+    def work(self):
+        time.sleep(300)
+
+def start():
+    with ray_cluster(num_workers=1, device="cpu", log_dir=None):
+        values_of("generation", [Waiting.remote().work.remote()], 120)
+
+sys.exit(run_main(start))
+"""
 TIMEOUT_S = 300.0
 # What is stopped never ends by itself.
 LEFT_S = 60.0
@@ -60,12 +79,14 @@ def ray_files() -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
-def start(ray_files: Path, logs: Path, *, raylet: str = "", **environment: str) -> subprocess.Popen[str]:
+def start(
+    ray_files: Path, logs: Path, *, program: str = START, raylet: str = "", **environment: str
+) -> subprocess.Popen[str]:
     """Starts Ray in a process of its own.  raylet: the program that it starts as its raylet; empty: Ray's."""
     # Without what the cluster of the other tests has set.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return subprocess.Popen(
-        [sys.executable, "-c", START, str(logs), raylet],
+        [sys.executable, "-c", program, str(logs), raylet],
         env=kept | {"RAY_TMPDIR": str(ray_files)} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -104,6 +125,15 @@ def test_agents_that_start_slowly(ray_files: Path, tmp_path: Path) -> None:
     assert (process.returncode, out) == (0, "started\nworked\n"), err
     assert number_of_slow_agents(tmp_path / "slow") == 2
     assert list(ray_files.iterdir()) == []
+
+
+def test_an_actor_that_rays_memory_monitor_kills(ray_files: Path, tmp_path: Path) -> None:
+    """The error is a WorkerError, after which ranks are started again; Ray's own says OutOfMemoryError."""
+    process = start(ray_files, tmp_path, program=KILLED, RAY_memory_usage_threshold="0.01")
+    err = process.communicate(timeout=TIMEOUT_S)[1]
+    assert process.returncode == EXIT_FAILED, err
+    killed = r"error: generation: the process died: \d worker\(s\) were killed due to the node running low on memory"
+    assert re.search(killed, err) and "Traceback" not in err, err
 
 
 def is_there(process: psutil.Process) -> bool:

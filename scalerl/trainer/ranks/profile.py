@@ -35,7 +35,7 @@ class StepProfile:
         activities = [ProfilerActivity.CPU]
         if device == "cuda":
             torch.cuda.synchronize()
-            torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=MAX_MEMORY_EVENTS)
             activities.append(ProfilerActivity.CUDA)
         self._recorded = profile(activities=activities, profile_memory=True)
         self._recorded.start()

@@ -10,9 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scalerl.config import compose
+from scalerl.data import PromptRow
 from scalerl.rewards import ScoreResult
+from scalerl.rewards.manager_variants import overlong_penalty
 from scalerl.rollout.program import Sample, Trajectory
 from scalerl.rollout.sampling.groups import EarlyEnd, GroupFilter, GroupScores, SampleGroup, kept_uids
+from scalerl.rollout.sampling.sample_columns import to_batch
 
 
 def samples_of(
@@ -94,6 +98,35 @@ def test_agents_are_compared_with_their_own(of_white: float, is_kept: bool) -> N
         columns = samples_of([1] * 6, [result.score for _, result in rows])
         columns["agent"] = np.array([row.agent for row, _ in rows], dtype=object)
         assert (kept_uids(columns, GroupFilter("score")) == [1]) == is_kept
+
+    asyncio.run(scenario())
+
+
+def test_length_penalties_are_no_contrast_between_wrong_answers() -> None:
+    """Under the filter of recipe=dapo; the group of uid 3 alone has a right answer."""
+    config = compose(
+        "ppo", ["+recipe=dapo", "data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=m"]
+    )
+    keep = GroupFilter(config.algorithm.filter_groups.metric)
+    row = PromptRow(0, [1], 1, "math_dapo", "42", {}, [], "rule")
+
+    async def score(sample: Sample) -> list[ScoreResult]:
+        length = config.data.max_response_length - 1024 * sample.sample_index
+        penalty = overlong_penalty(length, config.reward_model.overlong_buffer)
+        return [ScoreResult(1.0 if (sample.uid, sample.sample_index) == (3, 0) else -1.0, penalty=penalty)]
+
+    async def scenario() -> None:
+        scores = GroupScores(4, score, EarlyEnd(2, keep))
+        for uid in (1, 2, 3):
+            for index in range(4):
+                scores.add(sample_of(uid, index))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not scores.are_enough() and scores.kept == {3}
+        trajectories, results = zip(*[scored for uid in (1, 2, 3) for scored in await scores.of(uid)], strict=True)
+        samples = to_batch(trajectories, [row] * 12, results, [0] * 12).samples
+        assert samples["reward_penalty"].tolist() == [-1.0, -0.75, -0.5, -0.25] * 3
+        assert kept_uids(samples, keep) == [3]
 
     asyncio.run(scenario())
 

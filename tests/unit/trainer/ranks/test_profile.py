@@ -77,8 +77,9 @@ def test_a_trace_and_a_memory_snapshot(cuda: Cuda, tmp_path: Path) -> None:
 
     waited, begun, waited_again, read, ended = cuda.calls
     assert (waited, waited_again, read) == ("synchronize", "synchronize", ("snapshot", None))
-    # With the stacks of each allocation, a bounded number of them, and no longer than the step.
-    assert begun[:5] == ("history", "all", "all", "all", MAX_MEMORY_EVENTS)
+    # With the Python stacks of each allocation (C++ stacks take long to write), a bounded number of them, and no longer
+    # than the step.
+    assert begun[:5] == ("history", "all", "all", "python", MAX_MEMORY_EVENTS)
     assert ended[:2] == ("history", None)
 
 
