@@ -29,7 +29,8 @@ def as_program(
 ) -> Program:
     """The program of an agent, a coroutine function or another one, which runs in a thread.
 
-    options: data.chat_template_kwargs.  It returns the sample's reward, a dict with `score` and other values, or None.
+    options: data.chat_template_kwargs.  It returns the sample's reward, a dict of `score`, `turn_rewards` (id of an
+    answer -> the turn's reward) and other values, any of which may be missing, or None.
     """
     gateway = Gateway()
     threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="agent")
@@ -57,7 +58,7 @@ def as_program(
             )
         last = trajectories[-1]
         last.reward, last.extra = session.reward, session.extra
-        _take(agent, returned, last)
+        _take(agent, returned, last, session)
         return trajectories
 
     return program
@@ -84,11 +85,15 @@ async def _first(agent: Awaitable[Any], failed: asyncio.Future[None]) -> Any:
         failed.cancel()
 
 
-def _take(agent: Callable[..., Any], returned: Any, last: Trajectory) -> None:
-    """Puts what an agent returned into the trajectory that is scored."""
+def _take(agent: Callable[..., Any], returned: Any, last: Trajectory, session: Session) -> None:
+    """Puts what an agent returned into the trajectory that is scored, and into its turns."""
     if returned is None:
         return
     values = dict(returned) if isinstance(returned, Mapping) else {"score": returned}
+    try:
+        session.reward_turns(values.pop("turn_rewards", {}))
+    except ValueError as error:
+        raise UserCodeError(f"{KEY}: {place_of(agent)} returned {returned!r:.200}: {error}") from error
     if "score" in values:
         last.reward = values.pop("score")
         if number_of(last.reward) is None:

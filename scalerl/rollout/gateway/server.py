@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -102,10 +101,16 @@ class Gateway:
 
     async def _reward(self, request: web.Request, session: Session) -> web.StreamResponse:
         body = await _json(request)
+        of_turns = body.get("turn_rewards", {})
         reward = number_of(body.get("reward"))
-        if reward is None:
+        if reward is None and (not of_turns or "reward" in body):
             raise RequestError(f"reward is {body.get('reward')!r}; it must be a finite number", param="reward")
-        session.reward, session.extra = float(reward), dict(body.get("extra") or {})
+        try:
+            session.reward_turns(of_turns)
+        except ValueError as error:
+            raise RequestError(str(error), param="turn_rewards") from error
+        if reward is not None:
+            session.reward, session.extra = float(reward), dict(body.get("extra") or {})
         return web.json_response({})
 
     async def _chat(self, request: web.Request, session: Session) -> web.StreamResponse:
@@ -194,7 +199,7 @@ def _completion(turn: Turn, model: str) -> dict[str, Any]:
     num_prompt = len(turn.prompt_ids) + sum(len(one.observed) + len(one.output.output_ids) for one in turn.path)
     num_prompt -= num_output
     return {
-        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "id": f"chatcmpl-{turn.id}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
