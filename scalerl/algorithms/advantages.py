@@ -28,6 +28,9 @@ adv_estimator_names = _REGISTRY.names
 VALUES = "values"
 # That of the reference model, likewise.
 REF_LOGPROBS = "ref_logprobs"
+# What an estimator of tokens may need: [T] int64, the position of a token's turn in its episode; -1 where the policy
+# sampled nothing.
+TURN_INDEX = "turn_index"
 GRPO_EPS = 1e-6
 
 
@@ -38,7 +41,8 @@ class AdvantageEstimator:
     per_token False: function(scores_S, uids_S, config, **columns) -> advantages [S], the same for all sampled tokens
     of a sample.  True: function(rewards_T, response_mask_T, cu_seqlens, config, **columns) -> (advantages [T], returns
     [T]), on each data-parallel rank for its samples.
-    needs: batch columns that are passed by name: sample columns [S]; with per_token also the critic's `values` [T].
+    needs: batch columns that are passed by name: sample columns [S]; with per_token also the critic's `values` [T], and
+    TURN_INDEX [T].
     whiten: token advantages are whitened over the whole step afterwards.
     """
 

@@ -56,7 +56,8 @@ class Trajectory:
     """One sequence of a sample: a prompt, and after it what the policy sampled and what it was shown, in order.
 
     uid, sample_index: its group and its index there.  max_tokens: most tokens after the prompt, sampled or not.
-    reward: the program's own score, in place of the reward function's; None: the reward function is asked.
+    reward: the program's own, in place of the reward function's; None: the reward function is asked. The score is this
+    reward and the sum of the rewards of the episode's turns (`GenerateOutput.reward`, which a program may set).
     extra: values beside the reward, logged as those of a reward function.
     agent: name of the agent that acts in it (`batch.episodes`); one that is alone needs none.
     """
@@ -269,8 +270,9 @@ class Servers:
         number = len(self.asks)
         self.asks.append(ask)
         before = next((place for place, other in enumerate(self._before) if other.is_for_the_same(ask)), None)
-        if before is not None:
-            ask.output = self._before.pop(before).output
+        if before is not None and (output := self._before.pop(before).output) is not None:
+            # The program that begins again gives its turns their rewards again.
+            ask.output = replace(output, reward=0.0)
         if ask.output is None or not ask.output.finished:
             with self._waiting():
                 ask.output = await self._make_turn(self, number, ask)
@@ -406,4 +408,7 @@ def _wrong(returned: Trajectory, servers: Servers) -> str | None:
     reward = returned.reward
     if reward is not None and number_of(reward) is None:
         return f"set the reward {reward!r:.80}; set a finite number, or None for the reward function's"
+    for number, turn in enumerate(returned.turns):
+        if number_of(turn.reward) is None:
+            return f"set the reward {turn.reward!r:.80} of turn {number}; set a finite number"
     return None

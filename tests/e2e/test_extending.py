@@ -90,7 +90,10 @@ def test_the_own_reward_and_manager_score(done: Done) -> None:
         for row in done.dump(step):
             text = tokenizer.decode(row["input_ids"][row["prompt_length"] :], skip_special_tokens=True)
             digits = sum(character.isdigit() for character in text)
-            assert row["score"] == pytest.approx(digits / max(len(text), 1) - 0.01 * row["response_length"])
+            of_turns = [0.01 * int(response_of(row)[row["turn_lengths"][0] + 1]), 0.0]
+            assert row["turn_rewards"] == pytest.approx(of_turns)
+            by_function = digits / max(len(text), 1) - 0.01 * row["response_length"]
+            assert row["score"] == pytest.approx(by_function + sum(of_turns))
             assert json.loads(row["reward_extra"]) == {"num_digits": digits}
         mean = sum(json.loads(row["reward_extra"])["num_digits"] for row in done.dump(step)) / (PROMPTS * SAMPLES)
         assert done.record.final[step]["reward_extra/num_digits"] == pytest.approx(mean)
@@ -126,12 +129,28 @@ def weights_of(model: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in model.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def advantages_of(rows: Sequence[dict[str, Any]]) -> list[float]:
-    """score - median of its group; torch's median is the lower of the two in the middle."""
-    groups: dict[int, list[float]] = {}
-    for row in rows:
-        groups.setdefault(row["uid"], []).append(row["score"])
-    return [row["score"] - median_low(groups[row["uid"]]) for row in rows]
+def response_of(row: dict[str, Any]) -> list[str]:
+    """The characters after the prompt; other tokens are empty."""
+    return [CHARACTER.get(token, "") for token in row["input_ids"][row["prompt_length"] :]]
+
+
+def advantages_of(rows: Sequence[dict[str, Any]]) -> list[list[float]]:
+    """Of each token that the policy sampled: what its turn and those after it earn - median of the group.
+
+    torch's median is the lower of the two in the middle."""
+    groups: dict[tuple[int, int], list[float]] = {}
+    returns = [(row["score"], row["score"] - row["turn_rewards"][0]) for row in rows]
+    for row, of_row in zip(rows, returns, strict=True):
+        for turn, value in enumerate(of_row):
+            groups.setdefault((row["uid"], turn), []).append(value)
+    return [
+        [
+            value - median_low(groups[row["uid"], turn])
+            for turn, (value, length) in enumerate(zip(of_row, row["turn_lengths"], strict=True))
+            for _ in range(length)
+        ]
+        for row, of_row in zip(rows, returns, strict=True)
+    ]
 
 
 def test_a_step_can_be_computed_again_from_its_dump(done: Done) -> None:
@@ -140,19 +159,19 @@ def test_a_step_can_be_computed_again_from_its_dump(done: Done) -> None:
         rows, logged = done.dump(step), done.record.final[step]
         num_loss_tokens = sum(sum(row["response_mask"]) for row in rows)
         loss = kl = difference = 0.0
-        for row, advantage in zip(rows, advantages_of(rows), strict=True):
+        for row, advantages in zip(rows, advantages_of(rows), strict=True):
             sampled = [at for at, is_sampled in enumerate(row["response_mask"]) if is_sampled]
             assert len(sampled) == row["num_sampled_tokens"]
-            assert [row["advantages"][at] for at in sampled] == pytest.approx([advantage] * len(sampled), abs=1e-6)
+            assert [row["advantages"][at] for at in sampled] == pytest.approx(advantages, abs=1e-6)
             assert row["policy_versions"] == [step - 1 if is_sampled else -1 for is_sampled in row["response_mask"]]
-            for at in sampled:
+            for at, advantage in zip(sampled, advantages, strict=True):
                 loss -= advantage
                 ratio = math.exp(row["ref_logprobs"][at] - row["old_logprobs"][at])
                 kl += ratio - 1 - math.log(ratio)
                 difference = max(
                     difference, abs(math.exp(row["rollout_logprobs"][at]) - math.exp(row["old_logprobs"][at]))
                 )
-        assert any(advantages_of(rows))
+        assert any(len(set(advantages)) == 2 for advantages in advantages_of(rows))
         assert logged["actor/pg_loss"] == pytest.approx(loss / num_loss_tokens, abs=1e-6)
         assert logged["actor/kl_loss"] == pytest.approx(kl / num_loss_tokens, rel=1e-3, abs=1e-7)
         assert logged["training/rollout_probs_diff_max"] == pytest.approx(difference, rel=1e-3, abs=1e-8)

@@ -32,6 +32,33 @@ async def divided(prompt, servers, tools):
     await servers.generate(second)
     return [first, second]
 
+def in_turn(turn, share):
+    turn.reward = share * (sum(turn.output_ids) % 4)
+    return turn
+
+async def rewarded(prompt, servers, tools):
+    trajectory = servers.begin()
+    turn = in_turn(await servers.generate(trajectory, max_new_tokens=3), 0.5)
+    trajectory.observe(tools.encode("="))
+    if sum(turn.output_ids) % 3:
+        in_turn(await servers.generate(trajectory, max_new_tokens=2), 0.25)
+    trajectory.observe(tools.encode("="))
+    await servers.generate(trajectory)
+    trajectory.reward = float(sum(trajectory.token_ids) % 3)
+    return trajectory
+
+async def rewarded_and_divided(prompt, servers, tools):
+    first = servers.begin()
+    turn = in_turn(await servers.generate(first, max_new_tokens=3), 0.5)
+    second = first.branch()
+    second.observe(tools.encode("="))
+    if sum(turn.output_ids) % 3:
+        in_turn(await servers.generate(second, max_new_tokens=2), 0.25)
+    second.observe(tools.encode("="))
+    await servers.generate(second)
+    second.reward = float(sum(second.token_ids) % 3)
+    return [first, second]
+
 async def of_two(prompt, servers, tools):
     helper, own = servers.begin(tools.encode("1+1="), agent="helper"), servers.begin(agent="writer")
     hint = await servers.generate(helper, max_new_tokens=2)
@@ -120,6 +147,47 @@ def test_a_conversation_is_learned_alike_whole_and_divided(
         assert {name: logged[step][name] for name in compared} == pytest.approx(compared, rel=1e-4, abs=1e-6)
     assert all(wanted[step]["actor/grad_norm"] > 0 for step in range(1, STEPS + 1)), "this would prove nothing"
     assert logged[1]["num_trajectories/mean"] == 2 and "num_trajectories/mean" not in wanted[1]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "layout"),
+    [
+        (["algorithm.adv_estimator=grpo", "algorithm.turn_level=true", "algorithm.gamma=0.5"], "dp2"),
+        pytest.param(["algorithm.adv_estimator=reinforce_plus_plus"], "tp2", marks=pytest.mark.full),
+        pytest.param(["algorithm.adv_estimator=rloo", "algorithm.turn_level=true"], "tp2", marks=pytest.mark.full),
+    ],
+)
+def test_turns_are_rewarded_alike_whole_and_divided(
+    inputs: Inputs, kept: Kept, tmp_path: Path, estimator: list[str], layout: str
+) -> None:
+    """On one process whole, on two divided: the advantage of each token, and what an update makes of them."""
+    more = ["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean", *estimator]
+    whole = train(inputs, kept, tmp_path / "whole", "rewarded", *more)
+    own = ["trainer.n_gpus_per_node=2"]
+    own += ["actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"] if layout == "tp2" else []
+    divided = train(inputs, kept, tmp_path / "divided", "rewarded_and_divided", *more, *own)
+    for step in range(1, STEPS + 1):
+        rows, found = rows_of(whole, step), sampled(rows_of(divided, step))
+        expected = sampled(rows)
+        assert found.keys() == expected.keys()
+        for name, tokens in expected.items():
+            for values, wanted in zip(found[name], tokens, strict=True):
+                assert values == pytest.approx(wanted, abs=1e-5)
+        for row in rows:
+            assert len(row["turn_lengths"]) == len(row["turn_rewards"]) == row["num_turns"] in (2, 3)
+            response = row["input_ids"][row["prompt_length"] :]
+            assert row["score"] == pytest.approx(sum(response) % 3 + sum(row["turn_rewards"]))
+        of_turns = {tuple(row["turn_rewards"]) for row in rows}
+        assert len(of_turns) > 4 and any(any(rewards) for rewards in of_turns), "this would prove nothing"
+    logged, wanted = Record.read(divided).final, Record.read(whole).final
+    for step in range(1, STEPS + 1):
+        compared = {
+            name: value
+            for name, value in wanted[step].items()
+            if name.startswith(("actor/", "critic/", "num_turns/")) and name != "actor/entropy_loss"
+        }
+        assert {name: logged[step][name] for name in compared} == pytest.approx(compared, rel=1e-4, abs=1e-6)
+        assert wanted[step]["actor/grad_norm"] > 0
 
 
 def test_agents_have_scores_and_prompts_of_their_own(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:

@@ -104,7 +104,10 @@ class AlgorithmConfig:
     adv_estimator: str = key("grpo", TEXT)
     # Divide by the standard deviation of the group (grpo, grpo_passk).
     norm_adv_by_std_in_grpo: bool = True
-    # Discount of rewards per token (gae, reinforce_plus_plus).
+    # Each turn of a program has its own advantage: an estimator that compares samples compares what they earn from a
+    # turn on, discounted by gamma for each turn.
+    turn_level: bool = False
+    # Discount of rewards per token (gae, reinforce_plus_plus), or per turn (turn_level).
     gamma: float = key(1.0, UNIT)
     # Weight of longer returns in gae: 1: whole returns less the value; 0: one token ahead.
     lam: float = key(1.0, UNIT)

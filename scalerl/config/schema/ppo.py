@@ -53,6 +53,7 @@ _GEN, _TRAIN = "data.gen_batch_size", "data.train_batch_size"
 _FILTER, _ESTIMATOR = "algorithm.filter_groups", "algorithm.adv_estimator"
 _MINI, _CRITIC_MINI = f"{ACTOR}.ppo_mini_batch_size", "critic.ppo_mini_batch_size"
 _REPLAY = "algorithm.routing_replay"
+_TURN_LEVEL = "algorithm.turn_level"
 _KL_SWITCHES = (f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward")
 # The keys that say which models a run has.
 _ROLES = (*_KL_SWITCHES, _ESTIMATOR, "reward_model.enable")
@@ -307,6 +308,22 @@ class PPOConfig:
             yield (
                 f"{_ESTIMATOR} = {DISTILLATION} compares the trainer's log-probs with the teacher's, and "
                 f"{CORRECTION}.bypass_mode=true leaves them out; set {CORRECTION}.bypass_mode=false"
+            )
+
+    @check(_TURN_LEVEL, _ESTIMATOR, f"{ROLLOUT}.program")
+    def turns_are_compared(self, at: Place) -> Iterator[str]:
+        name = self.algorithm.adv_estimator
+        if not self.algorithm.turn_level:
+            return
+        if name in ESTIMATORS.own and name not in GROUP_ESTIMATORS:
+            yield (
+                f"{_TURN_LEVEL} = true: {_ESTIMATOR} = {name} gives each token an advantage, from the rewards of turns "
+                f"too; set {_TURN_LEVEL}=false"
+            )
+        elif not self.actor_rollout_ref.rollout.program.is_users_own:
+            yield (
+                f"{_TURN_LEVEL} = true: has no effect without {ROLLOUT}.program, whose samples have turns; set "
+                f"{_TURN_LEVEL}=false"
             )
 
     @check(_ESTIMATOR, "reward_model.enable")

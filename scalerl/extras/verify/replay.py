@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from scalerl.base.user_code import forget_files
-from scalerl.batch.columns import ROUTED_EXPERTS, TRAJECTORY_INDEX
+from scalerl.batch.columns import ROUTED_EXPERTS, TRAJECTORY_INDEX, TURN_LENGTHS, TURN_REWARDS
 from scalerl.checkpoint.store import check_checkpoint, read_trainer_state
 from scalerl.config import PPOConfig, compose, num_devices, trained_layout
 from scalerl.config.save import RESOLVED_CONFIG
@@ -46,6 +46,7 @@ TOLERANCE = 1e-5
 # What every layout computes alike.
 _ANY_LAYOUT = ("actor/pg_loss", "actor/grad_norm", "actor/lr", "critic/vf_loss", "critic/grad_norm", "critic/lr")
 TOKEN_COLUMNS = ("input_ids", "response_mask", "rollout_logprobs")
+TURN_COLUMNS = (TURN_LENGTHS.name, TURN_REWARDS.name)
 # Of a dump, what a step cannot be computed without.
 _NEEDED = (
     *TOKEN_COLUMNS,
@@ -187,6 +188,7 @@ def read_dump(path: Path) -> tuple[DataProto, dict[str, np.ndarray]]:
     import torch
 
     from scalerl.batch.data_proto import DataProto, Jagged
+    from scalerl.batch.turns import column_of
 
     dump = pq.read_table(path)
     missing = [name for name in _NEEDED if name not in dump.column_names]
@@ -201,6 +203,8 @@ def read_dump(path: Path) -> tuple[DataProto, dict[str, np.ndarray]]:
         tokens[ROUTED_EXPERTS.name] = _routed_experts(dump[ROUTED_EXPERTS.name].combine_chunks())
     samples: dict[str, np.ndarray] = {}
     for name in dump.column_names:
+        if name in TURN_COLUMNS:
+            samples[name] = column_of(dump[name].to_pylist())
         if name in _MADE or pa.types.is_list(dump.schema.field(name).type):
             continue
         values = dump[name].to_pylist()
@@ -209,8 +213,10 @@ def read_dump(path: Path) -> tuple[DataProto, dict[str, np.ndarray]]:
             samples[name][:] = [json.loads(value) for value in values] if name == "reward_extra" else values
         else:
             samples[name] = dump[name].to_numpy()
-    # A dump of an earlier version has samples of one trajectory.
+    # A dump of an earlier version has samples of one trajectory, and does not tell its turns apart.
     samples.setdefault(TRAJECTORY_INDEX.name, np.zeros(len(dump), np.int64))
+    samples.setdefault(TURN_LENGTHS.name, column_of(samples["num_sampled_tokens"][:, None].tolist()))
+    samples.setdefault(TURN_REWARDS.name, column_of([[0.0]] * len(dump)))
     return DataProto(tokens), samples
 
 

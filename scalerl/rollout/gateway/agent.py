@@ -33,7 +33,8 @@ def as_program(
 ) -> Program:
     """The program of an agent, a coroutine function or another one, which runs in a thread.
 
-    options: data.chat_template_kwargs.  It returns the sample's reward, a dict with `score` and other values, or None.
+    options: data.chat_template_kwargs.  It returns the sample's reward, a dict of `score`, `turn_rewards` (id of an
+    answer -> the turn's reward) and other values, any of which may be missing, or None.
     """
     threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="agent")
 
@@ -91,10 +92,14 @@ async def _first(agent: Awaitable[Any], failed: asyncio.Future[None]) -> Any:
 
 
 def _take(name: str, returned: Any, session: Session) -> None:
-    """Makes what an agent returned the score of the sample."""
+    """Makes what an agent returned the score of the sample, and of its turns."""
     if returned is None:
         return
     values = dict(returned) if isinstance(returned, Mapping) else {"score": returned}
+    try:
+        session.reward_turns(values.pop("turn_rewards", {}))
+    except ValueError as error:
+        raise UserCodeError(f"{KEY}: {name} returned {returned!r:.200}: {error}") from error
     if "score" in values:
         session.reward = values.pop("score")
         if number_of(session.reward) is None:

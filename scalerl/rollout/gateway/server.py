@@ -122,21 +122,26 @@ class Gateway:
 
     async def _reward(self, request: web.Request, session: Session) -> web.StreamResponse:
         body = await _json(request)
+        of_turns = body.get("turn_rewards", {})
         reward = number_of(body.get("reward"))
-        if reward is None:
+        if reward is None and (not of_turns or "reward" in body):
             raise RequestError(f"reward is {body.get('reward')!r}; it must be a finite number", param="reward")
         agent, extra = body.get("agent"), dict(body.get("extra") or {})
-        if agent is None:
-            session.reward, session.extra = float(reward), extra
-            return web.json_response({})
         agents = list(dict.fromkeys(turn.agent for turn in session.turns))
-        if agent not in agents:
+        if agent is not None and agent not in agents:
             raise RequestError(
                 f"agent is {agent!r}, which has no answer yet: the model of its requests must be {MODEL}:{agent}; "
                 f"those with answers are {agents}",
                 param="agent",
             )
-        session.of_agents[agent] = float(reward), extra
+        try:
+            session.reward_turns(of_turns)
+        except ValueError as error:
+            raise RequestError(str(error), param="turn_rewards") from error
+        if reward is not None and agent is not None:
+            session.of_agents[agent] = float(reward), extra
+        elif reward is not None:
+            session.reward, session.extra = float(reward), extra
         return web.json_response({})
 
     async def _chat(self, request: web.Request, session: Session) -> web.StreamResponse:

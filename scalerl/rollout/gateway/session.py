@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from scalerl.rewards.manager import number_of
 from scalerl.rollout.gateway.template import ChatTemplate, Message, TemplateError, is_same
 from scalerl.rollout.program import Observation, Servers, Trajectory
 from scalerl.rollout.servers.requests import GenerateOutput
@@ -184,6 +186,26 @@ class Session:
             ]
         message["content"] = text
         return message | ({"tool_calls": calls} if calls else {}), matched
+
+    def reward_turns(self, rewards: Any) -> None:
+        """Gives turns rewards (`GenerateOutput.reward`).  rewards: id of an answer, as its client has it -> number.
+
+        Raises ValueError for anything else, and then changes nothing.
+        """
+        if not isinstance(rewards, Mapping):
+            raise ValueError(f"turn_rewards is {rewards!r:.80}; it must be an object: id of an answer -> its reward")
+        # An answer's id is that of its turn, behind a prefix of the dialect.
+        known = {turn.id: turn.output for turn in self.turns}
+        outputs = {name: known.get(re.split("[-_]", str(name))[-1]) for name in rewards}
+        for name, reward in rewards.items():
+            if outputs[name] is None or number_of(reward) is None:
+                raise ValueError(
+                    f"turn_rewards has {name!r}: {reward!r:.80}; it must have ids of this sample's answers "
+                    f"({len(known)} so far) with finite numbers"
+                )
+        for name, output in outputs.items():
+            if output is not None:
+                output.reward = float(rewards[name])
 
     def trajectories(self) -> list[Trajectory]:
         """One for each conversation that no other continues, in the order in which the clients got their last answers.

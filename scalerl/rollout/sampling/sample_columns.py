@@ -10,6 +10,7 @@ import torch
 
 from scalerl.batch.columns import INPUT_IDS, ROUTED_EXPERTS
 from scalerl.batch.data_proto import DataProto, Jagged
+from scalerl.batch.turns import column_of
 
 if TYPE_CHECKING:
     from scalerl.data import PromptRow
@@ -52,6 +53,14 @@ def to_batch(
         "response_length": np.array([t.num_tokens for t in trajectories]),
         "num_sampled_tokens": np.array([t.num_sampled_tokens for t in trajectories]),
         "num_turns": np.array([len(t.turns) for t in trajectories]),
+        "turn_lengths": column_of([[len(turn.output_ids) for turn in t.turns] for t in trajectories]),
+        "turn_rewards": column_of(
+            [
+                # What failed has no score, of its turns neither.
+                [0.0 if result.error is not None else float(turn.reward) for turn in t.turns]
+                for t, result in zip(trajectories, results, strict=True)
+            ]
+        ),
         "score": np.array([result.score for result in results], dtype=np.float64),
         "reward_failed": np.array([result.error is not None for result in results], dtype=bool),
         "reward_penalty": np.array([result.penalty for result in results], dtype=np.float64),

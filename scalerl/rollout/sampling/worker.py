@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -70,6 +71,12 @@ def times_of(samples: Sequence[Sample], program: Program) -> Metrics:
         metrics[f"{name}/mean"] = Metric(float(np.mean(seconds)), "mean", len(seconds))
         metrics[f"{name}/max"] = Metric(max(seconds), "max")
     return metrics
+
+
+def with_turns(result: ScoreResult, episode: Sequence[Trajectory]) -> ScoreResult:
+    """The result with the rewards of the episode's turns in its score; one that failed as it is."""
+    of_turns = math.fsum(float(turn.reward) for trajectory in episode for turn in trajectory.turns)
+    return replace(result, score=result.score + of_turns) if of_turns and result.error is None else result
 
 
 @dataclass(frozen=True)
@@ -351,10 +358,11 @@ class RolloutWorker(HeldBatches, Reusable):
         if sample.error is not None:
             return [ScoreResult(0.0, error=sample.error) for _ in sample.trajectories]
         results = await asyncio.gather(*(self._score_episode(dataset, prompt, own) for own in sample.episodes))
-        return [result for result, episode in zip(results, sample.episodes, strict=True) for _ in episode]
+        scored = [with_turns(result, episode) for result, episode in zip(results, sample.episodes, strict=True)]
+        return [result for result, episode in zip(scored, sample.episodes, strict=True) for _ in episode]
 
     async def _score_episode(self, dataset: str, prompt: PromptRow, episode: Sequence[Trajectory]) -> ScoreResult:
-        """The result of an episode: what its program set, or that of its last trajectory's response."""
+        """The result of an episode without its turns: what its program set, or that of its last response."""
         from scalerl.rewards import ScoreRequest, ScoreResult
         from scalerl.rewards.judge import STYLE
 

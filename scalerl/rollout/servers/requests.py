@@ -62,7 +62,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class GenerateOutput:
     """A sample, finished or interrupted.  output_ids: its tokens, with the one that stopped it.
 
@@ -72,6 +72,7 @@ class GenerateOutput:
     version_spans: (index of a span's first token, version of its weights), ascending; spans end where the next begins.
     routed_experts: [rows, layers, k] experts of the tokens from `GenerateRequest.routed_from` to the last but one
     (`RoutingShape`); None: nothing is known of them.
+    reward: what the turn alone is worth, which a program may set; it is a part of the score (`Trajectory`).
     """
 
     request_id: int | str
@@ -82,10 +83,11 @@ class GenerateOutput:
     policy_version: int
     version_spans: tuple[tuple[int, int], ...] = ()
     routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
+    reward: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.version_spans:
-            object.__setattr__(self, "version_spans", ((0, self.policy_version),))
+            self.version_spans = ((0, self.policy_version),)
 
     @property
     def key(self) -> SampleKey:

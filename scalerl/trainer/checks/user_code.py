@@ -13,10 +13,12 @@ import numpy as np
 import torch
 
 from scalerl.algorithms import AdvantageEstimator, get_adv_estimator, get_policy_loss, rewards_at_last_token
+from scalerl.algorithms.advantages import TURN_INDEX
 from scalerl.base.user_code import UserCodeError, import_files, is_users_own, place_of
 from scalerl.batch import episodes
-from scalerl.batch.columns import BASELINE_SCORE
+from scalerl.batch.columns import BASELINE_SCORE, RESPONSE_MASK
 from scalerl.batch.data_proto import DataProto
+from scalerl.batch.turns import Turns
 from scalerl.config import PPOConfig, model_roles
 from scalerl.config.correction import corrects
 from scalerl.config.errors import ErrorCollector
@@ -33,6 +35,7 @@ from scalerl.tracking import check_backends
 from scalerl.tracking.metrics import validation_metrics
 from scalerl.trainer.custom_fit import Fit, load_fit
 from scalerl.trainer.saving.checkpoints import matching
+from scalerl.trainer.step_advantages import check_turn_level, turn_advantages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -281,7 +284,11 @@ def _try_estimator(
         return
     needed = {name: columns[name] for name in estimator.needs}
     scores_S, mask = samples_S["score"], batch.tokens["response_mask"]
-    if estimator.per_token:
+    if cfg.algorithm.turn_level:
+        check_turn_level(estimator, cfg.algorithm)
+        advantages_K = turn_advantages(estimator, {**batch.samples, "rewards": batch.samples["score"]}, cfg.algorithm)
+        results = [torch.from_numpy(advantages_K)]
+    elif estimator.per_token:
         tensors = {name: torch.as_tensor(column) for name, column in needed.items()}
         rewards_T = rewards_at_last_token(torch.tensor(scores_S, dtype=torch.float32), mask.values, mask.cu_seqlens)
         results = estimator(rewards_T, mask.values, mask.cu_seqlens, cfg.algorithm, **tensors)
@@ -303,4 +310,7 @@ def _columns(cfg: PPOConfig, batch: DataProto, samples_S: Mapping[str, np.ndarra
     made |= dict.fromkeys(("rollout_is_weights", "loss_mask"), corrects(cfg.algorithm.rollout_correction))
     zeros_T = torch.zeros_like(tokens["rollout_logprobs"])
     tokens |= {name: zeros_T for name, is_made in made.items() if is_made}
+    turns = Turns.of(batch.samples)
+    turn_T = turns.on_tokens(turns.numbers(turns.before_rows(batch.samples)), batch[RESPONSE_MASK], elsewhere=-1)
+    tokens[TURN_INDEX] = turn_T
     return {**samples_S, BASELINE_SCORE.name: np.zeros(len(samples_S["score"])), **tokens}

@@ -32,7 +32,13 @@ from scalerl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, Ro
 from scalerl.rollout.sync.weight_sync import WeightSource
 from scalerl.tracking.metrics import Metric
 from scalerl.trainer.ranks.logprob_mismatch import compare_log_probs, worst_tokens
-from scalerl.trainer.ranks.run_estimators import reward_kl, selected_tokens_column, sums_of_rows, token_advantages
+from scalerl.trainer.ranks.run_estimators import (
+    reward_kl,
+    selected_tokens_column,
+    sums_of_rows,
+    token_advantages,
+    turn_advantages_on_tokens,
+)
 from scalerl.trainer.ranks.worker import MegatronWorker, flat, phase
 
 
@@ -127,10 +133,19 @@ class RLWorker(MegatronWorker, WeightSource):
     ) -> Result:
         """Computes columns advantages and returns of single tokens (`run_estimators.token_advantages`)."""
         metrics, columns = token_advantages(shard, config, kl, group=self.groups.dp, device=self.device)
-        is_first = not (
-            self.groups.coordinates.tp_rank or self.groups.coordinates.cp_rank or self.groups.coordinates.pp_rank
-        )
-        return metrics if is_first else {}, columns
+        return metrics if self._is_first_of_copy else {}, columns
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def spread_turn_advantages(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
+        """Computes columns advantages and returns of single tokens from those of turns."""
+        metrics, columns = turn_advantages_on_tokens(shard)
+        return metrics if self._is_first_of_copy else {}, columns
+
+    @property
+    def _is_first_of_copy(self) -> bool:
+        """Whether this rank speaks for the ranks that have the same samples."""
+        coordinates = self.groups.coordinates
+        return not (coordinates.tp_rank or coordinates.cp_rank or coordinates.pp_rank)
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     @phase("update_actor")

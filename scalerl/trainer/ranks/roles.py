@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from scalerl.algorithms import get_adv_estimator
+from scalerl.algorithms.advantages import TURN_INDEX
 from scalerl.algorithms.losses import policy_loss_columns
 from scalerl.batch import StepPlan, episodes
 from scalerl.batch.columns import (
@@ -31,6 +32,7 @@ from scalerl.batch.columns import (
     REF_LOGPROBS,
     RESPONSE_MASK,
     RETURNS,
+    REWARD_AFTER,
     REWARD_FAILED,
     REWARD_KL,
     REWARD_STYLE,
@@ -42,10 +44,15 @@ from scalerl.batch.columns import (
     SCORES,
     SELECTED,
     TOKEN_ADVANTAGES,
+    TURN_ADVANTAGES,
+    TURN_LENGTHS,
+    TURN_REWARDS,
+    TURNS_BEFORE,
     VALUES,
     Column,
 )
 from scalerl.batch.jagged import Jagged
+from scalerl.batch.turns import Turns
 from scalerl.checkpoint.pieces import DIST_CKPT, WrittenFile, write_index
 from scalerl.checkpoint.store import CheckpointWriteError
 from scalerl.cluster.batch import TOKENS, PlacedBatch
@@ -196,17 +203,33 @@ class MegatronActor(TrainedModel):
         self, batch: PlacedBatch, config: AlgorithmConfig, *, kl_coef: float | None
     ) -> tuple[PlacedBatch, Metrics]:
         """Adds advantages and returns, one for each token. kl_coef: weight of the KL in the rewards; None: no KL."""
-        columns = [REWARDS, REWARD_FAILED, *get_adv_estimator(config.adv_estimator).needs]
+        needs = get_adv_estimator(config.adv_estimator).needs
+        columns: list[Column | str] = [REWARD_FAILED, *(name for name in needs if name != TURN_INDEX)]
+        of_turns = batch
+        if batch.has(TURN_REWARDS):
+            turns = Turns.of(batch.samples)
+            made = {REWARD_AFTER.name: turns.rewards_after_rows(batch.samples)}
+            made |= {TURNS_BEFORE.name: turns.before_rows(batch.samples)}
+            of_turns = batch.with_samples(**made)
+            columns += [TURN_LENGTHS, TURN_REWARDS, REWARD_AFTER, TURNS_BEFORE]
+        else:
+            columns += [REWARDS]
         columns += [VALUES] if batch.has(VALUES) else []
         columns += [*self._held_old_logprobs, REF_LOGPROBS] if kl_coef is not None else []
         metrics, _, columns_made = self.workers.call(
             RLWorker.compute_advantages,
-            batch.shards("actor", TOKENS, *columns),
+            of_turns.shards("actor", TOKENS, *columns),
             config=config,
             kl=None if kl_coef is None else (kl_coef, self._old_logprobs),
         )
         if batch.has(VALUES):
             metrics = explained_variance_metrics(metrics)
+        return batch.with_column(TOKEN_ADVANTAGES, "actor", columns_made), metrics
+
+    def spread_turn_advantages(self, batch: PlacedBatch) -> tuple[PlacedBatch, Metrics]:
+        """Adds advantages and returns: each token has the advantage of its turn, in the column turn_advantages."""
+        shards = batch.shards("actor", TOKENS, TURN_LENGTHS, TURN_REWARDS, TURN_ADVANTAGES)
+        metrics, _, columns_made = self.workers.call(RLWorker.spread_turn_advantages, shards)
         return batch.with_column(TOKEN_ADVANTAGES, "actor", columns_made), metrics
 
     def _loss_columns(self, batch: PlacedBatch) -> list[Column | str]:
@@ -320,11 +343,14 @@ class MegatronRewardModel:
 
 
 def _with_scores(batch: PlacedBatch, made: Collected) -> PlacedBatch:
-    """The batch with the model's scores; of an episode, the score of its last trajectory."""
+    """The batch with the model's scores; of an episode, that of its last trajectory, and the rewards of its turns."""
     is_by_model_S = batch.samples[REWARD_STYLE.name] == "model"
     episode_S = episodes.of_rows(batch.samples)
     last_E = np.append(episodes.starts(batch.samples)[1:], len(episode_S)) - 1
     scores_S = made.samples[SCORES.name].astype(np.float64)[last_E[episode_S]]
+    if batch.has(TURN_REWARDS):
+        of_turns_S = np.array([sum(rewards) for rewards in batch.samples[TURN_REWARDS.name]], np.float64)
+        scores_S += episodes.sums(batch.samples, of_turns_S)[episode_S]
     return batch.with_samples(score=np.where(is_by_model_S, scores_S, batch.samples[SCORE.name]))
 
 

@@ -20,22 +20,28 @@ from scalerl.algorithms import (
     token_keys,
     whiten_selected,
 )
+from scalerl.algorithms.advantages import TURN_INDEX
 from scalerl.batch.columns import (
     OLD_LOGPROBS,
     PROMPT_UID,
     REF_LOGPROBS,
     RESPONSE_MASK,
     RETURNS,
+    REWARD_AFTER,
     REWARD_FAILED,
     REWARDS,
     SAMPLE_INDEX,
     TOKEN_ADVANTAGES,
     TRAJECTORY_INDEX,
+    TURN_ADVANTAGES,
+    TURN_REWARDS,
+    TURNS_BEFORE,
     UID,
     VALUES,
     Column,
 )
 from scalerl.batch.data_proto import DataProto, Jagged
+from scalerl.batch.turns import Turns
 from scalerl.config.schema import AlgorithmConfig, PolicyLossConfig
 from scalerl.tracking.metrics import Metric, explained_variance_sums, token_stat_sums
 
@@ -69,17 +75,21 @@ def token_advantages(
 ) -> tuple[dict[str, Metric], DataProto]:
     """Computes columns advantages and returns by an estimator of single tokens, and metrics to merge over the group.
 
-    A sample's reward is that of its last sampled token. kl: (its weight, column of the policy's log-probs), if the
-    KL is subtracted from every token's reward.  device: where collectives run.
+    A turn's reward is that of its last token, and what comes after a row's turns that of its last one (`turns`).
+    kl: (its weight, column of the policy's log-probs), if the KL is subtracted from every token's reward.
+    device: where collectives run.
     A failed sample is in no mean and variance, the critic learns nothing from it (its returns are its values), and its
     advantages are at most 0, and no lower than the lowest of the other samples.
     """
     estimator = get_adv_estimator(config.adv_estimator)
     mask = shard[RESPONSE_MASK]
-    rewards_S = torch.as_tensor(shard[REWARDS].astype(np.float32))
+    turns = Turns.of(shard.samples) if TURN_REWARDS.name in shard.samples else None
+    rewards_S = torch.as_tensor(shard[REWARDS if turns is None else REWARD_AFTER].astype(np.float32))
     failed_T = torch.tensor(shard[REWARD_FAILED], dtype=torch.bool).repeat_interleave(mask.lengths)
     counted_T = (mask.values != 0) & ~failed_T
     rewards_T = rewards_at_last_token(rewards_S, mask.values, mask.cu_seqlens)
+    if turns is not None:
+        rewards_T = rewards_T + turns.rewards_on_tokens(mask)
     if kl is not None:
         coef, old_logprobs = kl
         rewards_T = rewards_T - coef * reward_kl(shard, config.kl_penalty, old_logprobs=old_logprobs).values
@@ -105,8 +115,23 @@ def token_advantages(
     return metrics, DataProto({name: Jagged(column_T, mask.cu_seqlens) for name, column_T in made.items()})
 
 
+def turn_advantages_on_tokens(shard: DataProto) -> tuple[dict[str, Metric], DataProto]:
+    """The column turn_advantages as columns advantages and returns of tokens, and metrics to merge over the ranks."""
+    mask, turns = shard[RESPONSE_MASK], Turns.of(shard.samples)
+    advantages_K = np.array([value for row in shard[TURN_ADVANTAGES] for value in row], np.float32)
+    advantages_T = turns.on_tokens(advantages_K, mask)
+    metrics: dict[str, Metric] = {}
+    for name in (TOKEN_ADVANTAGES.name, RETURNS.name):
+        metrics |= token_stat_sums(f"critic/{name}", advantages_T, mask.values)
+    column = Jagged(advantages_T, mask.cu_seqlens)
+    return metrics, DataProto({TOKEN_ADVANTAGES.name: column, RETURNS.name: column})
+
+
 def _column(shard: DataProto, name: str) -> Tensor:
     """[T] of a token column, or [S] of a sample column."""
+    if name == TURN_INDEX:
+        turns = Turns.of(shard.samples)
+        return turns.on_tokens(turns.numbers(shard[TURNS_BEFORE]), shard[RESPONSE_MASK], elsewhere=-1)
     return shard.tokens[name].values if name in shard.tokens else torch.tensor(shard.samples[name])
 
 

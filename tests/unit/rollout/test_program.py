@@ -16,6 +16,7 @@ from scalerl.base.user_code import UserCodeError
 from scalerl.config.schema import DataConfig, ProgramConfig
 from scalerl.data import PromptRow, RLHFDataset
 from scalerl.models.routing import RoutingShape
+from scalerl.rewards import ScoreResult
 from scalerl.rollout.load_program import load_program
 from scalerl.rollout.program import (
     Ask,
@@ -29,6 +30,7 @@ from scalerl.rollout.program import (
 )
 from scalerl.rollout.program import run_program as run
 from scalerl.rollout.samples import turn_seed
+from scalerl.rollout.sampling.worker import with_turns
 from scalerl.rollout.servers.requests import GenerateOutput, SamplingParams
 from tests.tiny_models import tiny_tokenizer
 
@@ -138,6 +140,36 @@ def test_a_program_that_begins_again_gets_its_turns_again() -> None:
     early = servers(Policy(), record)
     run_program(single_turn, PROMPT, early, TOOLS)
     assert early.record() == record
+
+
+def test_a_program_that_begins_again_rewards_its_turns_anew() -> None:
+    """A turn keeps no reward of an earlier attempt; the sampler's record of it is left as it was."""
+    first = servers(Policy())
+    whole = run_program(with_a_tool, PROMPT, first, TOOLS)
+    whole.turns[0].reward, whole.turns[1].reward = 0.25, 1.0
+    again = run_program(with_a_tool, PROMPT, servers(Policy(), first.record()), TOOLS)
+    assert [turn.reward for turn in again.turns] == [0.0, 0.0] and again.token_ids == whole.token_ids
+    again.turns[0].reward = 0.5
+    assert [turn.reward for turn in whole.turns] == [0.25, 1.0]
+
+
+def test_the_rewards_of_turns_are_a_part_of_the_score() -> None:
+    """The sum over all trajectories of the agent, whoever gave the rest; a sample that failed has none."""
+    sample = sample_of(with_a_helper, servers(Policy()))
+    (episode,) = sample.episodes
+    for trajectory, rewards in zip(episode, ([0.25, 0.25], [-0.25], [2.0]), strict=True):
+        for turn, reward in zip(trajectory.turns, rewards, strict=True):
+            turn.reward = reward
+    result = ScoreResult(1.0, {"acc": 1}, penalty=-0.5)
+    assert with_turns(result, episode) == replace(result, score=3.25)
+    failed = ScoreResult(0.0, error="raised")
+    assert with_turns(failed, episode) is failed
+    for trajectory in episode:
+        for turn in trajectory.turns:
+            turn.reward = 0.0
+    assert with_turns(result, episode) is result
+    with pytest.raises(AttributeError, match="rewards"):
+        episode[0].turns[0].rewards = 1.0  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_a_turn_asks_for_the_experts_that_no_turn_before_it_has() -> None:
@@ -288,6 +320,11 @@ async def no_number(prompt, servers, tools):
     trajectory.reward = float("nan")
     return trajectory
 
+async def no_number_of_a_turn(prompt, servers, tools):
+    trajectory = servers.begin()
+    (await servers.generate(trajectory)).reward = None
+    return trajectory
+
 async def broken(prompt, servers, tools):
     return {}["tool"]
 
@@ -331,7 +368,7 @@ def test_a_program_of_a_file(file: str) -> None:
     [
         ("not_async", r"program.path=.*tool.py does not define the async function 'not_async' .*no_turn, own_turn"),
         ("brokn", r"does not define .*; set actor_rollout_ref.rollout.program.name=broken"),
-        ("of_two", r"program: of_two \(.*tool.py:36\) cannot be called with prompt, servers, tools"),
+        ("of_two", r"program: of_two \(.*tool.py:41\) cannot be called with prompt, servers, tools"),
     ],
 )
 def test_a_function_that_is_no_program_is_refused(file: str, name: str, message: str) -> None:
@@ -347,11 +384,12 @@ def test_a_function_that_is_no_program_is_refused(file: str, name: str, message:
         ("own_turn", "a turn that servers.generate did not give"),
         ("too_long", "returned 10 tokens, at most 8 fit"),
         ("no_number", "set the reward nan; set a finite number"),
+        ("no_number_of_a_turn", "set the reward None of turn 0; set a finite number"),
         ("empty", r"returned \[\]; return the trajectory that servers.begin\(\) gave, or a list of such"),
         ("twice", r"returned a turn in two trajectories.* go on from one by trajectory.branch\(\)"),
         ("two_rewards", r"set rewards \[0.0, 1.0\] on trajectories of one agent \(''\)"),
         ("long_prompt", "a prompt of 4 tokens; it must have 1 to data.max_prompt_length=3"),
-        ("broken", r"broken \(.*\) raised KeyError: 'tool' \(.*tool.py:34: return"),
+        ("broken", r"broken \(.*\) raised KeyError: 'tool' \(.*tool.py:39: return"),
     ],
 )
 def test_what_a_program_does_wrong_is_said_with_its_line(file: str, name: str, message: str) -> None:

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from scalerl.algorithms import KLController, adv_estimator_names, get_adv_estimator
+from scalerl.base.user_code import UserCodeError
 from scalerl.batch import plan_step
+from scalerl.batch.turns import column_of
 from scalerl.cluster.batch import HeldRows, PlacedBatch
 from scalerl.config.schema import AlgorithmConfig, KLControlConfig
 from scalerl.tracking.metrics import Metric, to_floats
@@ -191,3 +193,98 @@ def test_two_agents_of_a_game_are_not_compared_with_each_other() -> None:
     samples |= {"reward_penalty": np.zeros(4), "reward_failed": np.zeros(4, bool)}
     placed, _ = estimate_advantages(KnownKL(), PlacedBatch(samples, {"actor": plan}), config("grpo"), None)
     assert placed.samples["advantages"].tolist() == [0.25, -0.25, -0.25, 0.25]
+
+
+def step_of(rows: list[tuple[int, int, list[float], float]], failed: tuple[int, ...] = ()) -> PlacedBatch:
+    """rows: (group, sample, rewards of its turns, what the whole sample earns beside them); a turn has three tokens."""
+    uids, indices, rewards, own = zip(*rows, strict=True)
+    names = list(zip(uids, indices, strict=True))
+    totals = [sum(sum(each) for other, each in zip(names, rewards, strict=True) if other == name) for name in names]
+    counts, failed_S = np.array([len(each) for each in rewards]), np.array([row in failed for row in range(len(rows))])
+    samples = {
+        "uid": np.array(uids),
+        "sample_index": np.array(indices),
+        "score": np.where(failed_S, 0.0, np.array(totals) + np.array(own)),
+        "num_turns": counts,
+        "num_sampled_tokens": 3 * counts,
+        "turn_lengths": column_of([[3] * len(each) for each in rewards]),
+        "turn_rewards": column_of([[0.0] * len(each) if row in failed else each for row, each in enumerate(rewards)]),
+        "data_source": np.array(["a"] * len(rows)),
+        "reward_penalty": np.zeros(len(rows)),
+        "reward_failed": failed_S,
+    }
+    plan = plan_step(np.full(len(rows), 9), dp_size=1, mini_batches=[range(len(rows))], max_tokens_per_micro_batch=99)
+    return PlacedBatch(samples, {"actor": plan})
+
+
+def turn_level(name: str, batch: PlacedBatch, gamma: float = 1.0) -> list[tuple[float, ...]]:
+    """The advantages of the turns of each row."""
+    spread: list[PlacedBatch] = []
+
+    class Actor(KnownKL):
+        def spread_turn_advantages(self, batch):
+            spread.append(batch)
+            return batch, {}
+
+    placed, _ = estimate_advantages(Actor(), batch, AlgorithmConfig(name, turn_level=True, gamma=gamma), None)
+    assert "turn_advantages" not in placed.samples
+    return spread[0].samples["turn_advantages"].tolist()
+
+
+ESTIMATORS_OF_SAMPLES = [name for name in adv_estimator_names() if not get_adv_estimator(name).per_token]
+
+
+@pytest.mark.parametrize("name", ESTIMATORS_OF_SAMPLES)
+@pytest.mark.parametrize("of_last_turn", [True, False])
+def test_what_is_earned_at_the_end_is_worth_to_every_turn_what_it_is_to_the_sample(
+    name: str, of_last_turn: bool
+) -> None:
+    """Bit for bit, where all samples have as many turns."""
+    scores = [1.0, -0.5, 0.25, 0.0, 0.0, 2.0]
+    turns, own = [scores, [0.0] * 6] if of_last_turn else [[0.0] * 6, scores]
+    batch = step_of([(row // 3, row, [0.0, 0.0, turns[row]], own[row]) for row in range(6)])
+    whole = estimate_advantages(KnownKL(), batch, AlgorithmConfig(name), None)[0].samples["advantages"]
+    if name == "reinforce_plus_plus_baseline":
+        # Sums over all tokens of the step are rounded in another order.
+        assert np.array(turn_level(name, batch)) == pytest.approx(np.stack([whole] * 3, 1), rel=1e-6)
+    else:
+        assert turn_level(name, batch) == [(advantage,) * 3 for advantage in whole.tolist()]
+    assert any(whole)
+
+
+def test_a_turn_is_compared_with_the_same_turn_of_the_others_by_what_comes_from_it_on() -> None:
+    """The first sample has a third turn, which is compared with nothing."""
+    rewards, own, gamma = [[1.0, 0.0, 2.0], [0.0, 3.0], [0.5, -1.0]], [0.5, 0.0, 1.0], 0.5
+    batch = step_of([(0, row, each, extra) for row, (each, extra) in enumerate(zip(rewards, own, strict=True))])
+    whole = [[*each[:-1], each[-1] + extra] for each, extra in zip(rewards, own, strict=True)]
+    found = turn_level("grpo", batch, gamma)
+    for turn in (0, 1):
+        returns = np.array([sum(gamma**n * reward for n, reward in enumerate(each[turn:])) for each in whole])
+        expected = (returns - returns.mean()) / (returns.std(ddof=1) + 1e-6)
+        assert [each[turn] for each in found] == pytest.approx(expected.tolist(), rel=1e-6)
+    assert found[0][2] == 0.0
+
+
+@pytest.mark.parametrize("name", ESTIMATORS_OF_SAMPLES)
+def test_turns_are_compared_alike_in_one_row_and_in_several(name: str) -> None:
+    whole = [(0, 0, [0.5, 0.0, 1.0], 0.5), (0, 1, [0.0, 1.0, 0.0], 0.25), (1, 2, [1.0, 2.0], 0.0), (1, 3, [3.0], 0.0)]
+    cut = [(0, 0, [0.5], 0.5), (0, 0, [0.0, 1.0], 0.5), (0, 1, [0.0, 1.0, 0.0], 0.25), (1, 2, [1.0], 0.0)]
+    cut += [(1, 2, [2.0], 0.0), (1, 3, [3.0], 0.0)]
+    one, two, three, four = turn_level(name, step_of(whole), 0.75)
+    assert turn_level(name, step_of(cut), 0.75) == [one[:1], one[1:], two, three[:1], three[1:], four]
+
+
+def test_the_turns_of_a_failed_sample_vote_in_no_baseline_and_are_no_better_than_the_worst() -> None:
+    rows = [(0, 0, [1.0, 0.0], 0.0), (0, 1, [0.0, 0.0], 0.0), (0, 2, [0.0, 2.0], 1.0)]
+    first, failed, third = turn_level("grpo", step_of(rows, failed=(1,)))
+    assert [first, third] == turn_level("grpo", step_of([rows[0], rows[2]]))
+    assert failed == tuple(min(0.0, *turn) for turn in zip(first, third, strict=True))
+
+
+def test_a_sample_that_is_its_whole_group_has_its_returns() -> None:
+    assert turn_level("rloo", step_of([(0, 0, [1.0, 0.5], 0.25)])) == [(1.75, 0.75)]
+
+
+def test_an_estimator_of_tokens_has_no_turns_to_compare() -> None:
+    with pytest.raises(UserCodeError, match=r"turn_level = true: .*gae_of_critic .* set algorithm.turn_level=false"):
+        estimate_advantages(KnownKL(), step_of([(0, 0, [1.0], 0.0)]), AlgorithmConfig("gae", turn_level=True), None)

@@ -352,6 +352,39 @@ def test_a_posted_score_is_that_of_every_agent_that_has_none() -> None:
     }
 
 
+@pytest.mark.parametrize("is_posted", [False, True])
+def test_turns_are_rewarded_by_the_ids_of_their_answers(is_posted: bool) -> None:
+    """Also the turn that two conversations have in common, which counts once."""
+
+    async def agent(base_url: str, api_key: str, row: PromptRow) -> Any:
+        http, ids = client(base_url, api_key), []
+        for question in (None, USER, {"role": "user", "content": "2"}):
+            messages: list[Any] = [USER, answered("a0"), question] if question else [USER]
+            ids.append((await http.chat.completions.create(model="policy", messages=messages)).id)
+        rewards = dict(zip(ids, (0.25, -1, 2.5), strict=True))
+        if not is_posted:
+            return {"turn_rewards": rewards, "tests": 3}
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}) as post:
+            for wrong_rewards in (rewards | {"x": 1}, {ids[0]: "good"}, [1]):
+                wrong = await post.post(f"{base_url}/reward", json={"turn_rewards": wrong_rewards})
+                assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "turn_rewards"
+            assert (await post.post(f"{base_url}/reward", json={"turn_rewards": rewards})).status_code == 200
+        return {"tests": 3}
+
+    first, second = sample_of(agent).trajectories
+    assert [turn.reward for turn in first.turns] == [0.25, -1.0] and [turn.reward for turn in second.turns] == [2.5]
+    assert (second.reward, second.extra) == (None, {"tests": 3})
+
+
+def test_an_agent_that_rewards_what_it_did_not_ask_for_is_told() -> None:
+    async def agent(base_url: str, api_key: str, row: PromptRow) -> Any:
+        await said(client(base_url, api_key), USER)
+        return {"score": 1.0, "turn_rewards": {"chatcmpl-1": 0.5}}
+
+    with pytest.raises(UserCodeError, match=r"turn_rewards has 'chatcmpl-1': 0.5; it must have ids of this sample's"):
+        sample_of(agent)
+
+
 def test_an_agent_may_be_a_plain_function() -> None:
     """It waits in a thread, while others of the same loop get their answers."""
 

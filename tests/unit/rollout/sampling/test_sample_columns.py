@@ -37,8 +37,8 @@ def batch() -> DataProto:
     trajectories[0].parts.append(GenerateOutput("0/0", 0, [7, 8, 9], [-0.5, -1.5, -2.5], "stop", 4, ((0, 4), (1, 6))))
     trajectories[1].parts.append(GenerateOutput("0/0", 1, [6], [-0.25], "stop", 4))
     trajectories[1].observe([5, 5])
-    trajectories[1].parts.append(GenerateOutput("0/1", 0, [8, 9], [-0.75, -1.25], "length", 5))
-    trajectories[2].parts.append(GenerateOutput("1/0", 0, [], [], "length", 5))
+    trajectories[1].parts.append(GenerateOutput("0/1", 0, [8, 9], [-0.75, -1.25], "length", 5, reward=0.5))
+    trajectories[2].parts.append(GenerateOutput("1/0", 0, [], [], "length", 5, reward=0.5))
     results = [ScoreResult(1.0, {"acc": 1}, penalty=-0.5), ScoreResult(0.0, {}), ScoreResult(0.0, {}, error="raised")]
     return to_batch(trajectories, prompts, results, seeds=[11, 12, 2**63 - 1])
 
@@ -98,6 +98,9 @@ def test_sample_columns() -> None:
         "response_length": [3, 5, 0],
         "num_sampled_tokens": [3, 3, 0],
         "num_turns": [1, 2, 1],
+        "turn_lengths": [(3,), (1, 2), (0,)],
+        # The last one failed.
+        "turn_rewards": [(0.0,), (0.0, 0.5), (0.0,)],
         "score": [1.0, 0.0, 0.0],
         "reward_failed": [False, False, True],
         "reward_penalty": [-0.5, 0.0, 0.0],

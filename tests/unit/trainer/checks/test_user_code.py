@@ -224,13 +224,13 @@ def own_t(rewards_T, response_mask_T, cu_seqlens, config, old_logprobs):
 """
 
 
-def own_code(run: Run, name: str, **parts: str) -> list[str]:
+def own_code(run: Run, name: str, *more: str, **parts: str) -> list[str]:
     """What the preflight finds with a program and estimators of these parts."""
     right = {"end": "return trajectory", "needs": "", "s": "scores_S", "t": "(rewards_T, rewards_T)"} | parts
     (run.directory / "program.py").write_text(OWN_PROGRAM.format(**right))
     (run.directory / "estimator.py").write_text(OWN_ESTIMATOR.format(**right))
     own = [f"trainer.import_files=[{run.directory / 'estimator.py'}]", f"algorithm.adv_estimator={name}"]
-    own.append(f"actor_rollout_ref.rollout.program.path={run.directory / 'program.py'}")
+    own += [f"actor_rollout_ref.rollout.program.path={run.directory / 'program.py'}", *more]
     try:
         return run.check([row("a")] * 2, [row("a")], "return 0.0", *own)
     finally:
@@ -240,6 +240,14 @@ def own_code(run: Run, name: str, **parts: str) -> list[str]:
 @pytest.mark.parametrize("name", ["own_s", "own_t"])
 def test_a_program_and_an_estimator_that_are_right_pass_their_trial(run: Run, name: str) -> None:
     assert own_code(run, name, needs="'num_turns', 'reward_extra',") == []
+
+
+def test_an_estimator_is_tried_on_turns(run: Run) -> None:
+    """Two of each of the four samples; with one of tokens there is nothing to try."""
+    (said,) = own_code(run, "own_s", "algorithm.turn_level=true", s="scores_S[: len(scores_S) - 7]")
+    assert "AssertionError" in said and "own_s" in said
+    (said,) = own_code(run, "own_t", "algorithm.turn_level=true")
+    assert "own_t" in said and "register it with register_adv_est, or set algorithm.turn_level=false" in said
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 
 from scalerl.algorithms import losses, register_policy_loss
 from scalerl.batch import StepPlan
+from scalerl.batch.turns import column_of
 from scalerl.cluster.batch import TOKENS, PlacedBatch, ShardedBatch
 from scalerl.cluster.dispatch import Collected, Future, registration_of
 from scalerl.config.names import REFERENCE_LOSSES
@@ -84,6 +85,27 @@ def test_an_estimator_of_tokens_gets_what_it_needs(
         batch = batch.with_column(name, "actor", ("0", "1"))
     actor.token_advantages(batch, AlgorithmConfig(adv_estimator=estimator), kl_coef=kl_coef)
     assert ranks.got == [{"rewards", "reward_failed"} | got]
+
+
+def test_what_an_estimator_of_tokens_gets_of_turns(ranks: Any, batch: PlacedBatch) -> None:
+    turns = {name: column_of([[1], [1, 2], [], [3]]) for name in ("turn_lengths", "turn_rewards", "turn_advantages")}
+    actor = MegatronActor(ranks, ActorConfig(), 1.0)
+    batch = batch.with_column("values", "critic", ("0", "1")).with_samples(**turns)
+    actor.token_advantages(batch, AlgorithmConfig(adv_estimator="gae"), kl_coef=None)
+    actor.spread_turn_advantages(batch)
+    of_turns = {"turn_lengths", "turn_rewards"}
+    assert ranks.got == [
+        {"reward_failed", "reward_after", "turns_before"} | of_turns,
+        {"turn_advantages"} | of_turns,
+    ]
+
+
+def test_the_score_of_a_reward_model_has_the_rewards_of_turns_too(ranks: Any, batch: PlacedBatch) -> None:
+    styles = np.array(["model", "rule", "model", "model"], dtype=object)
+    rewards = column_of([[1.0, 0.5], [4.0], [], [-1.0]])
+    batch = batch.with_samples(reward_style=styles, turn_rewards=rewards, score=np.array([np.nan, 2.0, np.nan, np.nan]))
+    scored, _ = MegatronRewardModel(ranks).begin_scores(batch).add_to(batch)
+    assert scored.samples["score"].tolist() == [1.5, 2.0, 0.0, -1.0]
 
 
 @pytest.mark.parametrize(("loss_mode", "names"), [("vanilla", set()), ("clip_cov", NAMES)])

@@ -9,11 +9,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from scalerl.algorithms import advantages, register_token_adv_est
 from scalerl.batch.columns import OLD_LOGPROBS, RESPONSE_MASK
 from scalerl.batch.data_proto import DataProto, Jagged
+from scalerl.batch.turns import column_of
 from scalerl.config.schema import AlgorithmConfig, PolicyLossConfig
 from scalerl.tracking.metrics import explained_variance_metrics, to_floats
-from scalerl.trainer.ranks.run_estimators import reward_kl, selected_tokens_column, sums_of_rows, token_advantages
+from scalerl.trainer.ranks.run_estimators import (
+    reward_kl,
+    selected_tokens_column,
+    sums_of_rows,
+    token_advantages,
+    turn_advantages_on_tokens,
+)
 
 # Of each row: policy's and reference's log-prob and mask of its tokens; one without a sampled token.
 ROWS = [
@@ -136,6 +144,52 @@ def test_a_critic_learns_nothing_from_a_failed_sample(group):
         assert max(advantages[-1][at] for at in (6, 8)) <= 0.0
     # Of the others nothing depends on it.
     assert advantages[0][:4] == advantages[1][:4] and returns[0] == returns[1] and explained[0] == explained[1]
+
+
+def with_turns() -> DataProto:
+    """Turns of 2 and 1 tokens in the first row; of 0, 1 and 1 in the second, before which its episode has 4."""
+    made = {"turn_lengths": column_of([[2, 1], [0, 1, 1], []]), "turns_before": np.array([0, 4, 0])}
+    made |= {"turn_rewards": column_of([[0.5, 0.25], [9.0, -1.0, 2.0], []]), "reward_after": np.array([1.0, 0.125, 2])}
+    return shard().union(DataProto(samples=made))
+
+
+def test_the_reward_of_a_turn_is_at_its_last_token_and_the_rest_at_the_end_of_the_row(group):
+    """The reward of a turn without a token has nobody before it who could have earned it."""
+    config = AlgorithmConfig(adv_estimator="reinforce_plus_plus", gamma=0.5)
+    _, columns = token_advantages(with_turns(), config, None, group=group, device="cpu")
+    last = 0.25 + 1.0
+    middle = 0.5 + 0.5 * last
+    second = [-1.0 + 0.5 * (2.0 + 0.125), 2.0 + 0.125]
+    returns = columns.tokens["returns"].values.tolist()
+    assert returns == [0, 0.5 * middle, middle, last, 0, 0, second[0], 0, second[1], 0, 0]
+
+
+def test_an_estimator_of_tokens_gets_the_turn_of_each_token(group):
+    """Counted through the episode, of which this rank has no other row."""
+    got = []
+
+    @register_token_adv_est("of_turns", needs=("turn_index",))
+    def of_turns(rewards_T, response_mask_T, cu_seqlens, config, *, turn_index):
+        got.append(turn_index)
+        return rewards_T, rewards_T
+
+    try:
+        config = AlgorithmConfig(adv_estimator="of_turns")
+        _, columns = token_advantages(with_turns(), config, None, group=group, device="cpu")
+    finally:
+        advantages._REGISTRY._forget("of_turns")
+    assert got[0].tolist() == [-1, 0, 0, 1, -1, -1, 5, -1, 6, -1, -1] and got[0].dtype == torch.int64
+    assert columns.tokens["advantages"].values.tolist() == [0, 0, 0.5, 1.25, 0, 0, -1.0, 0, 2.125, 0, 0]
+
+
+def test_advantages_of_turns_are_those_of_their_tokens():
+    made = column_of([[1.0, -1.0], [9.0, 0.25, 0.5], []])
+    metrics, columns = turn_advantages_on_tokens(with_turns().union(DataProto(samples={"turn_advantages": made})))
+    expected = [0, 1.0, 1.0, -1.0, 0, 0, 0.25, 0, 0.5, 0, 0]
+    for name in ("advantages", "returns"):
+        column = columns.tokens[name].values
+        assert column.tolist() == expected and column.dtype == torch.float32
+        assert to_floats(metrics)[f"critic/{name}/mean"] == pytest.approx(sum(expected) / 5)
 
 
 def test_covariance_is_of_each_mini_batch_by_itself(group):
