@@ -1,9 +1,9 @@
-"""Trains both players of a game of TextArena, each in a conversation of its own.
+"""Trains both players of a game of TextArena: each has a conversation, and a score of its name.
 
 python -m venv envs/textarena && envs/textarena/bin/pip install textarena
 scalerl train ... actor_rollout_ref.rollout.program.command='envs/textarena/bin/python textarena_game.py'
 
-The row names a game of two players in extra_info["game"], such as TicTacToe-v0. The first player's reward is the score.
+The row names a game of two players in extra_info["game"], such as TicTacToe-v0.
 """
 
 import json
@@ -12,6 +12,8 @@ import sys
 
 import textarena
 from openai import OpenAI
+
+PLAYERS = ("first", "second")
 
 
 def main() -> None:
@@ -25,11 +27,13 @@ def main() -> None:
         # What a player has seen before stands in its conversation.
         messages[player].append({"role": "user", "content": observation[len(seen[player]) :].strip()})
         seen[player] = observation
-        answer = http.chat.completions.create(model="policy", messages=messages[player])
+        answer = http.chat.completions.create(model=f"policy:{PLAYERS[player]}", messages=messages[player])
         messages[player].append({"role": "assistant", "content": answer.choices[0].message.content})
         is_over, _ = game.step(answer.choices[0].message.content)
     rewards, _ = game.close()
-    print(json.dumps({"score": float(rewards[0]), "num_moves": sum(map(len, messages)) // 2}))
+    for player, reward in rewards.items():
+        body = {"reward": float(reward), "agent": PLAYERS[player], "extra": {"num_moves": len(messages[player]) // 2}}
+        http.post("/reward", cast_to=object, body=body)
 
 
 if __name__ == "__main__":
