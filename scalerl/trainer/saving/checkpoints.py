@@ -45,6 +45,8 @@ OWN_FILE_KEYS = (
     "custom_reward_function.path",
     "reward_model.judge.prompt_path",
     "actor_rollout_ref.rollout.program.path",
+    "actor_rollout_ref.rollout.program.tool_config_path",
+    "actor_rollout_ref.rollout.program.interaction_config_path",
     "data.custom_cls.path",
     "data.chat_template_path",
 )

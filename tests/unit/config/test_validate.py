@@ -94,6 +94,8 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
         [[], ["console", "mlflow", "file"], ["tensorboard", "wandb", "swanlab"]],
     ),
     "import_files": ([[""], ["a.py", "a.py"]], [[], ["a.py", "b.py"]]),
+    # Of a command alone, which has a check of its own.
+    "read_only_paths": ([[""], ["a", "a"]], [[]]),
     "checkpoint_mirror": (["", "bucket/run"], [None, "s3://bucket/run", "file:///shared/run"]),
     "save_freq": ([-2], [-1, 0, 1]),
 }

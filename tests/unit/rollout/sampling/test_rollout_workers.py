@@ -175,7 +175,7 @@ class Holder:
 
     def __init__(self) -> None:
         self.worker = object.__new__(RolloutWorker)
-        self.worker.batches = {}
+        self.worker.batches, self.worker.chat_options = {}, None
         self.worker.tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
         self.calls, self.returned, self.fetched = Counter[str](), Counter[str](), Counter[str]()
         self.select, self.regroup, self.dump = (self._method(name) for name in ("select", "regroup", "dump"))
