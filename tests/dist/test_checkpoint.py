@@ -76,7 +76,9 @@ class Continued:
 
 
 class Trainer:
-    """One rank of a layout, with its share of the batch."""
+    """One rank of a layout, with its share of the batch.  num_tokens: ids of the batch are below it."""
+
+    num_tokens = 500
 
     def __init__(self, model_path: str, sizes: Sizes) -> None:
         from scalerl.parallel.layout import Layout, initialize
@@ -97,7 +99,7 @@ class Trainer:
         from scalerl.batch.data_proto import DataProto, Jagged
 
         generator = torch.Generator().manual_seed(3)
-        rows = [torch.randint(0, 500, (length,), generator=generator) for length in LENGTHS]
+        rows = [torch.randint(0, self.num_tokens, (length,), generator=generator) for length in LENGTHS]
         mine = [row for row in range(len(rows)) if row % self.layout.dp_size == self.groups.coordinates.dp_rank]
         shard = DataProto({"input_ids": Jagged.from_list([rows[row] for row in mine], torch.int64)})
         half = len(mine) // 2
