@@ -23,6 +23,8 @@ Shapes = dict[str, tuple[int, ...]]
 Headers = dict[str, tuple[str, tuple[int, ...]]]
 DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "BF16": torch.bfloat16, "F32": torch.float32, "U8": torch.uint8}
 SCALE = "_scale_inv"
+# MiniMax-M2's files name its mixture as Mixtral's do.
+_OF_MIXTRAL = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 _EXPERTS = re.compile(rf"(.*\.experts\.)(gate_up|down)_proj({SCALE})?")
 
 
@@ -47,6 +49,9 @@ def _file_tensors(model: Any) -> dict[str, Tensor]:
                     tensors[f"{before}{expert}.{part}.weight{scale}"] = own
         elif key != "lm_head.weight" or not model.config.tie_word_embeddings:
             tensors[key] = tensor
+    if model.config.model_type == "minimax_m2":
+        for part, name in _OF_MIXTRAL.items():
+            tensors = {key.replace(part, name): tensor for key, tensor in tensors.items()}
     return tensors
 
 

@@ -39,6 +39,9 @@ NAMES = {
     "Qwen3.5-397B-A17B": "qwen3.5-397b-a17b",
     "gpt-oss-20b": "gpt-oss-20b",
     "gpt-oss-120b": "gpt-oss-120b",
+    "MiniMax-M2": "minimax-m2",
+    "Seed-OSS-36B-Instruct": "seed-oss-36b",
+    "SmolLM3-3B": "smollm3-3b",
 }
 CONFIGS = {path.stem: path for path in sorted(MODELS.glob("*.json"))}
 

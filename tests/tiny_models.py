@@ -28,6 +28,7 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -87,6 +88,8 @@ WITH_EXPERTS = (
     "minimax_m2",
 )
 TIED = ("qwen2", "smollm3")
+# model_type -> the family whose tensors it has.
+VARIANTS = {"kimi_k2": "deepseek_v3"}
 
 
 def tiny_tokenizer(vocab_size: int = 512) -> PreTrainedTokenizerFast:
@@ -136,12 +139,13 @@ def make_tiny_model(
 ) -> Path:
     """Write config, safetensors, generation config and tokenizer to `path`; returns it.
 
-    family: a key of FAMILIES.  tied: input and output embeddings share weights; None: of TIED.
+    family: a key of FAMILIES or VARIANTS.  tied: input and output embeddings share weights; None: of TIED.
     ffn_size: None is twice the hidden size.  head_dim: None is hidden_size / num_heads; qwen2 allows nothing else.
     num_experts: of families that have any; 2 for each token. deepseek_v3: first layer dense, 2 groups of experts,
     one shared. config_changes: keys of config.json instead of the ones that this function would write.
     Biases and norm weights are random too, so that a test notices when one is lost.
     """
+    variant, family = family, VARIANTS.get(family, family)
     config_class, model_class = FAMILIES[family]
     config = dict(
         vocab_size=vocab_size,
@@ -169,7 +173,7 @@ def make_tiny_model(
         config |= {"partial_rotary_factor": 0.5, "rotary_dim": config["head_dim"] // 2}
     if family in WITH_DELTA_NETS:
         config |= _delta_nets(num_layers, num_heads)
-    config |= config_changes
+    config |= ({"n_group": 1} if variant == "kimi_k2" else {}) | config_changes
     # transformers draws from the global generator; the caller keeps its state.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -189,8 +193,20 @@ def make_tiny_model(
                     buffer.add_(0.1 * torch.randn_like(buffer))
     path = Path(path)
     model.to(dtype).save_pretrained(path)
+    if variant != family:
+        written = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(written | {"model_type": variant}))
     tiny_tokenizer(vocab_size).save_pretrained(path)
     return path
+
+
+def load_tiny_model(path: Path, family: str, **arguments: Any) -> PreTrainedModel:
+    """transformers' model of one that `make_tiny_model` wrote; it knows no VARIANTS by their model_type."""
+    family = VARIANTS.get(family, family)
+    config_class, model_class = FAMILIES[family]
+    # By model_type it knows the names in files, too.
+    config = config_class.from_dict(json.loads((path / "config.json").read_text()) | {"model_type": family})
+    return model_class.from_pretrained(path, config=config, dtype=torch.float32, **arguments)
 
 
 def store_as_fp8(model: Path, block: int = 128) -> dict[str, torch.Tensor]:

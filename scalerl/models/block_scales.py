@@ -121,7 +121,7 @@ def weight_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
     if is_mxfp4(config):
         return (1, BLOCK)
     method, block = quantization.get("quant_method", "unknown method"), quantization.get("weight_block_size")
-    if method == "fp8" and quantization.get("fmt", "e4m3") == "e4m3" and _is_block(block):
+    if method == "fp8" and quantization.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn") and _is_block(block):
         return (block[0], block[1])
     raise ValueError(
         f"{_QUANTIZATION} ({method}): of quantized weights only fp8 (e4m3) with weight_block_size and mxfp4 are "

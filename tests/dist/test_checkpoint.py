@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from scalerl.merge import merge
 from scalerl.parallel import checkpoint, restore
@@ -24,7 +23,14 @@ from tests.dist import layouts
 from tests.dist.launch import run_ranks
 from tests.dist.layouts import ONE, Sizes
 from tests.lanes import full, mostly_full
-from tests.tiny_models import FAMILIES, WITH_DELTA_NETS, WITH_EXPERTS, make_tiny_model
+from tests.tiny_models import (
+    FAMILIES,
+    VARIANTS,
+    WITH_DELTA_NETS,
+    WITH_EXPERTS,
+    load_tiny_model,
+    make_tiny_model,
+)
 
 # A checkpoint of each is loaded on each.
 LAYOUTS = {"one": ONE} | {name: layouts.LAYOUTS[name] for name in ("tp2", "pp2", "dp2", "cp2", "tp2_pp2")}
@@ -41,6 +47,7 @@ DELTA_LAYOUTS = {
     **{name: layouts.LAYOUTS[name] for name in ("tp2", "cp2", "vpp2_pp2")},
     "tp2_ep2_etp1": layouts.MIXTURE_LAYOUTS["tp2_ep2_etp1"],
 }
+MIXTURES = (*WITH_EXPERTS, *VARIANTS)
 TIED_LAYOUTS = ["tp2", "pp2", "tp2_pp2"]
 LENGTHS = (9, 17, 5, 12, 30, 8, 3, 21)
 # Its padding depends on tp: 576 rows on one process, 640 on tp 2.
@@ -76,7 +83,9 @@ class Continued:
 
 
 class Trainer:
-    """One rank of a layout, with its share of the batch."""
+    """One rank of a layout, with its share of the batch.  num_tokens: ids of the batch are below it."""
+
+    num_tokens = 500
 
     def __init__(self, model_path: str, sizes: Sizes) -> None:
         from scalerl.parallel.layout import Layout, initialize
@@ -97,7 +106,7 @@ class Trainer:
         from scalerl.batch.data_proto import DataProto, Jagged
 
         generator = torch.Generator().manual_seed(3)
-        rows = [torch.randint(0, 500, (length,), generator=generator) for length in LENGTHS]
+        rows = [torch.randint(0, self.num_tokens, (length,), generator=generator) for length in LENGTHS]
         mine = [row for row in range(len(rows)) if row % self.layout.dp_size == self.groups.coordinates.dp_rank]
         shard = DataProto({"input_ids": Jagged.from_list([rows[row] for row in mine], torch.int64)})
         half = len(mine) // 2
@@ -234,7 +243,7 @@ def saved_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]
 
     @cache
     def make(family: str) -> Saved:
-        is_deep = family in WITH_EXPERTS or family in WITH_DELTA_NETS
+        is_deep = family in MIXTURES or family in WITH_DELTA_NETS
         sizes: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "num_layers": 4 if is_deep else 2, "initializer_range": 0.1}
         if family in WITH_DELTA_NETS:
             # As in test_layout_invariance.py, so that rounding stays small.
@@ -410,10 +419,13 @@ def save_and_load_in_halves(model: str, sizes: Sizes, directory: str) -> tuple[b
     first.to_host()
     first.to_device()
     before = [exported(each) for each in (first, second)]
+    if torch.distributed.get_rank() == 0:
+        save_file(before[0], Path(directory) / "exported.safetensors")
     for each in (first, second):
         each.update(shard, [range(2), range(2, 4)], objective, temperature=1.0)
     after = [exported(each) for each in (first, second)]
-    has_moved = any(not torch.equal(before[0][name], after[0][name]) for name in before[0] if name.endswith("A_log"))
+    watched = [name for name in before[0] if name.endswith("A_log")] or before[0]
+    has_moved = any(not torch.equal(before[0][name], after[0][name]) for name in watched)
     loaded, continued = (
         [name for name in ours if ours[name].dtype != theirs[name].dtype or not torch.equal(ours[name], theirs[name])]
         for ours, theirs in (before, after)
@@ -421,20 +433,33 @@ def save_and_load_in_halves(model: str, sizes: Sizes, directory: str) -> tuple[b
     return has_moved, loaded, continued
 
 
-@pytest.mark.parametrize("layout", [full("one"), "tp2"])
-def test_a_model_in_bfloat16_with_parameters_in_float32(tmp_path: Path, layout: str) -> None:
-    """The rates of decay of gated delta nets, as no other family has them."""
-    model = make_tiny_model(tmp_path / "model", "qwen3_5_moe_text", vocab_size=VOCAB_SIZE, initializer_range=0.1)
-    (tmp_path / "saved").mkdir()
-    sizes = DELTA_LAYOUTS[layout]
-    ranks = run_ranks(sizes["world_size"], save_and_load_in_halves, str(model), sizes, str(tmp_path / "saved"))
+@pytest.mark.shows("save/load", "merge", dtype="bfloat16")
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [full("qwen3_5_moe_text", "one"), ("qwen3_5_moe_text", "tp2")]
+    + [full(family, "tp2") for family in FAMILIES if family != "qwen3_5_moe_text"],
+)
+def test_a_model_in_bfloat16_with_parameters_in_float32(tmp_path: Path, family: str, layout: str) -> None:
+    """The rates of decay of gated delta nets, and what other families have in float32."""
+    model = make_tiny_model(tmp_path / "model", family, vocab_size=VOCAB_SIZE, initializer_range=0.1)
+    sizes, ranks = LAYOUTS[layout], []
+
+    def write(directory: str) -> None:
+        ranks.extend(run_ranks(sizes["world_size"], save_and_load_in_halves, str(model), sizes, directory))
+
+    models = {"actor": SavedModel(write, str(model))}
+    directory = whole_saves.save(str(tmp_path / "saved"), 7, models, state={}, keep=None) / "actor"
     assert ranks == [(True, [], [])] * sizes["world_size"]
+    merge(directory, tmp_path / "merged")
+    expected, merged = load_file(directory / "exported.safetensors"), load_file(tmp_path / "merged/model.safetensors")
+    assert {name: x.dtype for name, x in merged.items()} == {name: x.dtype for name, x in expected.items()}
+    assert [name for name in expected if not torch.equal(merged[name], expected[name])] == []
 
 
 # Saved and loaded on, of every other family.
 OTHER_FAMILIES = {
-    family: ("vpp2_pp2", "tp2_ep2_etp1") if family in WITH_EXPERTS else ("pp2", "tp2")
-    for family in FAMILIES
+    family: ("vpp2_pp2", "tp2_ep2_etp1") if family in MIXTURES else ("pp2", "tp2")
+    for family in (*FAMILIES, *VARIANTS)
     if family not in ("qwen3", "qwen2", "qwen3_moe", "gpt_oss", "qwen3_5_moe_text")
 }
 
@@ -467,9 +492,7 @@ def test_merge(saved_of: Callable[[str], Saved], tmp_path: Path, family: str, la
     # What transformers holds has other names where it fuses experts: load the same tensors beside it.
     shutil.copytree(tmp_path / "merged", tmp_path / "expected")
     shutil.copy(directory / "exported.safetensors", tmp_path / "expected" / "model.safetensors")
-    model, other = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32) for name in ("merged", "expected")
-    )
+    model, other = (load_tiny_model(tmp_path / name, family) for name in ("merged", "expected"))
     weights, wanted = model.state_dict(), other.state_dict()
     assert [name for name in wanted if not torch.equal(weights[name], wanted[name])] == []
     assert torch.isfinite(model(torch.tensor([[5, 6, 7]])).logits).all()

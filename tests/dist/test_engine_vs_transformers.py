@@ -14,19 +14,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tests.dist import layouts
 from tests.dist.launch import run_ranks
 from tests.dist.layouts import ONE
 from tests.lanes import full, mostly_full
-from tests.tiny_models import FAMILIES, WITH_EXPERTS, make_tiny_model
+from tests.tiny_models import FAMILIES, VARIANTS, WITH_EXPERTS, load_tiny_model, make_tiny_model
 
 # tp2 has experts whole on each rank.
 DENSE_LAYOUTS = {"one": ONE} | {name: layouts.LAYOUTS[name] for name in ("tp2", "pp2")}
 LAYOUTS = DENSE_LAYOUTS | {name: layouts.MIXTURE_LAYOUTS[name] for name in ("ep2", "tp2_etp2", "tp2_ep2")}
+MIXTURES = (*WITH_EXPERTS, *VARIANTS)
 CASES = [
-    (layout, family) for layout in LAYOUTS for family in FAMILIES if family in WITH_EXPERTS or layout in DENSE_LAYOUTS
+    (layout, family)
+    for layout in LAYOUTS
+    for family in (*FAMILIES, *VARIANTS)
+    if family in MIXTURES or layout in DENSE_LAYOUTS
 ]
 LENGTHS = (9, 17, 1, 12, 31, 8, 2, 21)
 MICRO_BATCHES = ((3, 0, 2), (4,), (7, 1, 6, 5))
@@ -107,7 +111,7 @@ def measure(models: dict[str, str], layout: dict[str, int]) -> dict[str, FromEng
                 name: {row: column[i] for i, row in enumerate(mine)} for name, column in columns.items()
             }
         # Near ties fall otherwise in bfloat16: its routers follow those of float32.
-        routed = engine.logprobs(shard, micro_batches, temperature=1.0, record_routing=family in WITH_EXPERTS)
+        routed = engine.logprobs(shard, micro_batches, temperature=1.0, record_routing=family in MIXTURES)
         routed_shard = shard.union(DataProto({name: routed[name] for name in routed if name == "routed_experts"}))
         weights = exported(engine)
         update = engine.update(shard, micro_batches, objective, temperature=0.7)
@@ -134,7 +138,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         family: str(
             make_tiny_model(tmp_path_factory.mktemp(family), family, vocab_size=VOCAB_SIZE, initializer_range=0.1)
         )
-        for family in FAMILIES
+        for family in (*FAMILIES, *VARIANTS)
     }
 
 
@@ -152,7 +156,7 @@ def measured_on(models: dict[str, str]) -> Callable[[str], list[dict[str, FromEn
 
 def is_main(case: tuple[str, str]) -> bool:
     layout, family = case
-    return layout in ("one", "tp2_etp2" if family in WITH_EXPERTS else "tp2")
+    return family in FAMILIES and layout in ("one", "tp2_etp2" if family in WITH_EXPERTS else "tp2")
 
 
 on_layouts = pytest.mark.parametrize(("layout", "family"), mostly_full(CASES, is_main))
@@ -166,7 +170,7 @@ def measured(layout: str, family: str, measured_on: Callable) -> list[FromEngine
 
 @pytest.fixture
 def hf(models: dict[str, str], family: str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(models[family], dtype=torch.float32, attn_implementation="eager")
+    return load_tiny_model(Path(models[family]), family, attn_implementation="eager")
 
 
 def of_transformers(hf: PreTrainedModel, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

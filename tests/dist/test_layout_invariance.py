@@ -293,6 +293,8 @@ IN_SMALL: dict[str, tuple[str, dict[str, int]]] = {
     "kimi-k2-grpo-512": ("deepseek_v3", dict(world_size=4, pp_size=2, first_stage_layers=1, ep_size=2)),
     "glm-4-32b-grpo-32": ("glm4", dict(world_size=4, tp_size=2, pp_size=2, first_stage_layers=1)),
     "glm-4.6-grpo-256": ("glm4_moe", MIXTURE_LAYOUTS["ep2_pp2"]),
+    "minimax-m2-grpo-128": ("minimax_m2", MIXTURE_LAYOUTS["ep2_pp2"]),
+    "seed-oss-36b-grpo-32": ("seed_oss", LAYOUTS["tp2_dp2"]),
     "qwen3.5-35b-a3b-grpo-32": ("qwen3_5_moe_text", dict(world_size=4, tp_size=2, ep_size=2)),
     "qwen3.5-397b-a17b-grpo-256": ("qwen3_5_moe_text", MIXTURE_LAYOUTS["ep2_pp2"]),
     "gpt-oss-20b-grpo-16": ("gpt_oss", dict(world_size=2, ep_size=2)),

@@ -134,14 +134,18 @@ def test_the_numbers_of_one_process(run: Callable[..., Record], family: str, lay
 
 
 @pytest.mark.shows("train step", "log-probs", "sync", family="qwen3", layout="dp2", dtype="bfloat16")
-@pytest.mark.shows("serve", family="qwen3", layout="embedded", dtype="bfloat16")
+@pytest.mark.shows("serve", family="qwen3", layout="engine", dtype="bfloat16")
 @pytest.mark.full
-def test_a_run_in_bfloat16_updates_and_its_two_log_probs_are_near(run: Callable[..., Record]) -> None:
-    """Of the sampler and of two trainer ranks. The numbers of float32 are others, since the samples are."""
-    low = ("actor_rollout_ref.actor.megatron.dtype=bfloat16", "actor_rollout_ref.rollout.dtype=bfloat16")
-    metrics_by_step = run("qwen3", 2, *low).final
+@pytest.mark.parametrize("engine", ["embedded", "sglang"])
+def test_a_run_in_bfloat16_updates_and_its_two_log_probs_are_near(run: Callable[..., Record], engine: str) -> None:
+    """Of the sampler, whose weights are verified, and of two trainer ranks. The numbers of float32 are others, since
+    the samples are."""
+    rollout = "actor_rollout_ref.rollout"
+    low = ("actor_rollout_ref.actor.megatron.dtype=bfloat16", f"{rollout}.dtype=bfloat16", f"{rollout}.name={engine}")
+    metrics_by_step = run("qwen3", 2, *low, f"{rollout}.verify_weights_every=1").final
     for step in range(1, STEPS + 1):
         assert metrics_by_step[step]["actor/grad_norm"] > 0 and metrics_by_step[step]["actor/num_updates"] == 2
+        assert metrics_by_step[step]["timing_s/update_weights/verify"] > 0
         # bfloat16 has 8 bits: two roundings of the same log-prob of a likely token differ by some 2^-8 of it.
         assert 0 < metrics_by_step[step]["training/rollout_probs_diff_mean"] < 2**-6
 

@@ -56,6 +56,8 @@ def experts(run_dir: Path, step: int) -> list[NDArray[np.uint8]]:
     return [np.array(row, np.uint8) for row in table["routed_experts"].to_pylist()]
 
 
+@pytest.mark.shows("sync", family="qwen3_moe", layout="ep2", dtype="bfloat16")
+@pytest.mark.shows("serve", family="qwen3_moe", layout="sglang", dtype="bfloat16")
 @pytest.mark.full
 def test_in_bfloat16_the_mismatch_falls(kept: Kept, mixture: Inputs, tmp_path: Path) -> None:
     """The two engines round differently, and choose other experts in near ties, unless the trainer follows."""

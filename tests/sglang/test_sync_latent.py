@@ -17,6 +17,7 @@ from tests.served_weights import expected_checksums, serialize_bucket
 from tests.sglang.conftest import PROMPTS, Engine, Model, make_model
 from tests.sglang.test_contract import assert_logprobs_match, requests_for
 from tests.sglang.test_sync_mixture import TWO_CORES
+from tests.tiny_models import load_tiny_model
 
 # As transformers writes it: without keys that SGLang needs, and without yarn.
 PLAIN = {"max_position_embeddings": 512}
@@ -66,10 +67,11 @@ def assert_samples_are_of(model: Model, engine: Engine, policy_version: int) -> 
         ("deepseek_v3", PLAIN, 1, 1),
         pytest.param("deepseek_v3", YARN, 2, 1, marks=[TWO_CORES, pytest.mark.full]),
         pytest.param("deepseek_v3", PLAIN, 2, 2, marks=[TWO_CORES, pytest.mark.full]),
+        pytest.param("kimi_k2", PLAIN, 1, 1, marks=pytest.mark.full),
         pytest.param("glm4_moe_lite", PLAIN, 1, 1, marks=pytest.mark.full),
         pytest.param("glm4_moe_lite", PLAIN, 2, 2, marks=[TWO_CORES, pytest.mark.full]),
     ],
-    ids=["yarn", "plain", "yarn-tp2", "plain-ep2", "glm4_moe_lite", "glm4_moe_lite-ep2"],
+    ids=["yarn", "plain", "yarn-tp2", "plain-ep2", "kimi_k2", "glm4_moe_lite", "glm4_moe_lite-ep2"],
 )
 def test_samples_checksums_and_what_sglang_drops(
     start_engine: Callable[..., Engine],
@@ -81,7 +83,8 @@ def test_samples_checksums_and_what_sglang_drops(
 ) -> None:
     """A down projection that comes in a bucket without the other is dropped without a word; the checksum names it."""
     own = {"ep_size": ep_size} if ep_size > 1 else {}
-    old, new = (Model.load(make_model(tmp_path / str(seed), family, seed, **config_keys)) for seed in (0, 1))
+    paths = [make_model(tmp_path / str(seed), family, seed, **config_keys) for seed in (0, 1)]
+    old, new = (Model(path, load_tiny_model(path, family).eval()) for path in paths)
     config, weights, kwargs = new.hf.config.to_dict(), dict(new.weights()), {"sglang": own}
     engine = start_engine("sglang", old.path, tp_size=tp_size, **own)
     try:

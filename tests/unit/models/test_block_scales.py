@@ -126,6 +126,11 @@ def test_the_copy_of_a_config_asks_for_no_quantization(model: Path, tmp_path: Pa
     assert (tmp_path / "copy" / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
 
 
+def test_files_of_minimax_name_the_format_in_full() -> None:
+    quantization = {"quant_method": "fp8", "fmt": "float8_e4m3fn", "weight_block_size": [128, 128]}
+    assert weight_block({"quantization_config": quantization}) == (128, 128)
+
+
 @pytest.mark.parametrize(
     "quantization",
     [
