@@ -15,6 +15,7 @@ import pytest
 
 from scalerl.base.user_code import UserCodeError
 from scalerl.config.schema import ProgramConfig
+from scalerl.rewards.sandbox import SandboxedCommand, SandboxLimits
 from scalerl.rollout.load_program import load_program
 from scalerl.rollout.program import Sample, Servers, Tools, attempt_program
 from scalerl.rollout.servers.requests import SamplingParams
@@ -137,6 +138,19 @@ def test_a_command_that_is_not_there_is_told_before_a_run_starts(tmp_path: Path)
         load_program(ProgramConfig(command="no_such_agent --x"))
     with pytest.raises(UserCodeError, match="read_only_paths: /no/such does not exist; correct the path"):
         load_program(ProgramConfig(command="true", read_only_paths=["/no/such"]))
+
+
+def test_a_command_that_is_ended_while_it_starts_is_not_left_running() -> None:
+    """At any moment of its start."""
+    limits = SandboxLimits(wall_s=60)
+    for delay_s in (0.0, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02) * 2:
+        running = SandboxedCommand(["sleep", "60"], "", {}, [], limits)
+        time.sleep(delay_s)
+        began = time.monotonic()
+        running.kill()
+        running.wait()
+        running.listener.close()
+        assert time.monotonic() - began < 20
 
 
 def test_all_that_a_command_started_ends_with_its_sample(tmp_path: Path) -> None:
