@@ -140,6 +140,43 @@ def test_a_command_that_is_not_there_is_told_before_a_run_starts(tmp_path: Path)
         load_program(ProgramConfig(command="true", read_only_paths=["/no/such"]))
 
 
+def test_a_path_of_the_sandbox_itself_is_not_covered_by_the_machines(tmp_path: Path) -> None:
+    """Arguments that are /, /tmp or /dev/null are paths in the sandbox."""
+    (tmp_path / "agent.py").write_text(
+        f"{ASK}\nask(row['messages'])\n"
+        "open('/tmp/mine', 'w').write('x'); open('/dev/null', 'w').write('x')\n"
+        f"print(json.dumps(dict(score=1.0, seen=os.path.exists({str(tmp_path / 'hidden')!r}))))\n"
+    )
+    (tmp_path / "hidden").write_text("")
+    command = shlex.join([sys.executable, str(tmp_path / "agent.py"), "/", "/tmp", "/dev/null", "/proc"])
+    (trajectory,) = asyncio.run(attempt(ProgramConfig(command=command))).trajectories
+    assert trajectory.reward == 1.0 and trajectory.extra == {"seen": False}
+    with pytest.raises(UserCodeError, match="read_only_paths: / would be the machine's whole system"):
+        load_program(ProgramConfig(command="true", read_only_paths=["/"]))
+
+
+@pytest.mark.parametrize(
+    ("last", "reward"),
+    [
+        ('print(json.dumps({"score": 1.0, "said": "a\\u2028b"}, ensure_ascii=False))', 1.0),
+        ('print("[" * 100000)', None),
+    ],
+)
+def test_the_last_line_ends_at_a_new_line_alone(tmp_path: Path, last: str, reward: float | None) -> None:
+    assert sample_of(tmp_path, f"ask(row['messages'])\n{last}").trajectories[0].reward == reward
+
+
+def test_a_command_that_does_not_start_says_so(tmp_path: Path) -> None:
+    """It is the command's mistake, not one of the sandbox."""
+    script = tmp_path / "agent.sh"
+    script.write_text("#!/no/such/interpreter\n")
+    script.chmod(0o755)
+    with pytest.raises(UserCodeError, match=r"(?s)exit code 127, on prompt 3:.*agent.sh does not start: .*interpreter"):
+        asyncio.run(attempt(ProgramConfig(command=str(script))))
+    with pytest.raises(UserCodeError, match="No closing quotation; correct its quotes"):
+        load_program(ProgramConfig(command="true 'a"))
+
+
 def test_a_command_that_is_ended_while_it_starts_is_not_left_running() -> None:
     """At any moment of its start."""
     limits = SandboxLimits(wall_s=60)
