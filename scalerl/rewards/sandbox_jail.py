@@ -160,6 +160,9 @@ def _new_root(settings: dict[str, Any]) -> None:
     os.makedirs(f"{root}/etc")
     if os.path.exists("/etc/ld.so.cache"):
         _bind_file("/etc/ld.so.cache", root)
+    if settings["command"] and os.path.isdir("/etc/alternatives"):
+        # Debian's awk and others in /usr/bin are links to links in it.
+        _bind_read_only("/etc/alternatives", root)
     os.mkdir(f"{root}/dev")
     for name in ("null", "zero", "random", "urandom"):
         _bind_file(f"/dev/{name}", root)
@@ -214,8 +217,10 @@ def _set_attributes(path: str, attributes: int, *, recursive: bool) -> None:
 
 
 def _set_limits(settings: dict[str, Any]) -> None:
+    # Node.js reserves more addresses than any machine has memory, so that a command has a limit of what it may write.
+    memory = "DATA" if settings["command"] else "AS"
     for name, value in (
-        ("AS", settings["memory_bytes"]),
+        (memory, settings["memory_bytes"]),
         ("FSIZE", settings["file_bytes"]),
         ("NPROC", settings["num_processes"]),
         ("NOFILE", 256),

@@ -177,6 +177,23 @@ def test_a_command_that_does_not_start_says_so(tmp_path: Path) -> None:
         load_program(ProgramConfig(command="true 'a"))
 
 
+def test_a_command_has_the_systems_programs_and_a_limit_of_memory(tmp_path: Path) -> None:
+    """Also those that are links by way of /etc, and those that reserve more addresses than the limit."""
+    sample = sample_of(
+        tmp_path,
+        """
+        import mmap, subprocess
+        ask(row["messages"])
+        reserved = mmap.mmap(-1, 2**36, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, prot=mmap.PROT_READ)
+        try:
+            bytearray(9 * 2**30)
+        except MemoryError:
+            print(json.dumps({"score": float(subprocess.check_output(["awk", "BEGIN {print 0.5}"]))}))
+        """,
+    )
+    assert sample.trajectories[0].reward == 0.5
+
+
 def test_a_command_that_is_ended_while_it_starts_is_not_left_running() -> None:
     """At any moment of its start."""
     limits = SandboxLimits(wall_s=60)
