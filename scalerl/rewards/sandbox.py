@@ -29,9 +29,10 @@ _JAIL = Path(__file__).with_name("sandbox_jail.py")
 class SandboxLimits:
     """Limits of a sandboxed program.
 
-    wall_s: seconds from start to end.  cpu_s: CPU seconds of one process.  memory_bytes: address space of one process.
-    num_processes: at one time, threads included.  file_bytes: size of one file.  disk_bytes, num_files: size and number
-    of all files.  output_bytes: stdout and stderr together.
+    wall_s: seconds from start to end.  cpu_s: CPU seconds of one process.  memory_bytes: address space of one
+    process, of a command its private memory alone.  num_processes: at one time, threads included.
+    file_bytes: size of one file.  disk_bytes, num_files: size and number of all files.  output_bytes: stdout and stderr
+    together.
     """
 
     wall_s: float = 10.0

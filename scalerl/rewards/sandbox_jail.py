@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import struct
@@ -99,12 +100,28 @@ def _become_program(settings: dict[str, Any], source: bytes, is_root: bool, keep
     _checked(LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "die with the parent")
     os.closerange(3, keep_fd)
     os.closerange(keep_fd + 1, 1 << 16)
+    # The parent has the only other end of this pipe. If it died before the line above, nothing else ends this process.
+    if _has_no_reader(keep_fd):
+        os._exit(1)
     python = f"{settings['python_prefix']}/bin/python{sys.version_info[0]}.{sys.version_info[1]}"
     env = {"PATH": "/usr/bin:/bin", "HOME": BOX, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
     env |= json.loads(source) if settings["command"] else {}
     command = settings["command"] or [python, "-I", "-X", "utf8", path]
     # exec drops the capabilities in its namespaces, as it is not user 0 there.
-    os.execvpe(command[0], command, env)
+    try:
+        os.execvpe(command[0], command, env)
+    except OSError as error:
+        if not settings["command"]:
+            raise
+        # As a shell says it: the sandbox is whole, and its user's command is not.
+        os.write(2, f"{command[0]} does not start: {error}; it or its interpreter is not seen in the sandbox".encode())
+        os._exit(127)
+
+
+def _has_no_reader(fd: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _enter_user_namespace() -> None:
@@ -128,7 +145,9 @@ def _send_listener(fd: int, port: int) -> None:
 def _new_root(settings: dict[str, Any]) -> None:
     python_prefix = settings["python_prefix"]
     _mount(None, "/", None, MS_REC | MS_PRIVATE, None)
-    seen = [f"{path}/" for path in (python_prefix, *settings["read_only"])]
+    # Where links lead must not be covered either.
+    paths = (python_prefix, *settings["read_only"])
+    seen = [f"{path}/" for given in paths for path in (given, os.path.realpath(given))]
     root = next(p for p in MOUNT_POINTS if os.path.isdir(p) and not any(path.startswith(f"{p}/") for path in seen))
     _mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=0755")
     for path in SYSTEM_DIRS:
@@ -141,6 +160,9 @@ def _new_root(settings: dict[str, Any]) -> None:
     os.makedirs(f"{root}/etc")
     if os.path.exists("/etc/ld.so.cache"):
         _bind_file("/etc/ld.so.cache", root)
+    if settings["command"] and os.path.isdir("/etc/alternatives"):
+        # Debian's awk and others in /usr/bin are links to links in it.
+        _bind_read_only("/etc/alternatives", root)
     os.mkdir(f"{root}/dev")
     for name in ("null", "zero", "random", "urandom"):
         _bind_file(f"/dev/{name}", root)
@@ -195,8 +217,10 @@ def _set_attributes(path: str, attributes: int, *, recursive: bool) -> None:
 
 
 def _set_limits(settings: dict[str, Any]) -> None:
+    # Node.js reserves more addresses than any machine has memory, so that a command has a limit of what it may write.
+    memory = "DATA" if settings["command"] else "AS"
     for name, value in (
-        ("AS", settings["memory_bytes"]),
+        (memory, settings["memory_bytes"]),
         ("FSIZE", settings["file_bytes"]),
         ("NPROC", settings["num_processes"]),
         ("NOFILE", 256),

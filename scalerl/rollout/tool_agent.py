@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from scalerl.base.user_code import UserCodeError
+from scalerl.base.user_code import UserCodeError, cause_of, file_of, place_of
 from scalerl.config.schema import ProgramConfig
+from scalerl.errors import RunError, UserError
 from scalerl.rollout.gateway.session import Parsers, RequestError, Session
 from scalerl.rollout.gateway.template import ChatTemplate, Message, arguments_of
 from scalerl.rollout.program import KEY, EnvironmentFailed, Program, Servers, Tools, Trajectory
@@ -123,7 +125,8 @@ async def _called(
             await tool.release(instance, **(own.get("release_kwargs") or {}))
         text = response if isinstance(response, str) else response.text or ""
         counts.tool_rewards.append(float(reward or 0.0))
-    except EnvironmentFailed:
+    except (EnvironmentFailed, UserError, RunError):
+        # Of what is around the tool, such as a sandbox that this machine does not allow: the policy cannot mend it.
         raise
     except Exception as error:
         counts.num_tool_errors += 1
@@ -150,14 +153,14 @@ def shortened(text: str, most: int, side: str) -> str:
 class _Interaction:
     """The interaction of one sample; of a sample without one, nobody answers."""
 
-    def __init__(self, made: Any, instance: str, kwargs: dict[str, Any]) -> None:
-        self.made, self.instance, self.kwargs = made, instance, kwargs
+    def __init__(self, made: Any, instance: str, kwargs: dict[str, Any], uid: int) -> None:
+        self.made, self.instance, self.kwargs, self.uid = made, instance, kwargs, uid
 
     @classmethod
     async def begun(cls, interactions: Mapping[str, Any], prompt: PromptRow) -> _Interaction:
         kwargs = dict(prompt.extra_info.get("interaction_kwargs") or {})
         if not interactions or not kwargs:
-            return cls(None, "", {})
+            return cls(None, "", {}, prompt.uid)
         name = str(kwargs.get("name") or next(iter(interactions)))
         if name not in interactions:
             raise UserCodeError(
@@ -165,16 +168,35 @@ class _Interaction:
                 f"(extra_info.interaction_kwargs.name); there are {', '.join(interactions)}"
             )
         made = interactions[name]
-        return cls(made, await made.start_interaction(None, **kwargs), kwargs)
+        with _told(made, prompt.uid):
+            return cls(made, await made.start_interaction(None, **kwargs), kwargs, prompt.uid)
 
     async def answer(self, messages: list[Message], counts: Counts) -> str | None:
         """The user's next message; None: the conversation ends."""
         if self.made is None:
             return None
-        is_over, text, score, _ = await self.made.generate_response(self.instance, messages, **self.kwargs)
-        counts.turn_scores.append(float(score or 0.0))
+        with _told(self.made, self.uid):
+            is_over, text, score, _ = await self.made.generate_response(self.instance, messages, **self.kwargs)
+            counts.turn_scores.append(float(score or 0.0))
+            if not (is_over or text is None or isinstance(text, str)):
+                raise TypeError(f"its answer is {text!r:.80}, not a text")
         return None if is_over else text
 
     async def end(self) -> None:
         if self.made is not None:
-            await self.made.finalize_interaction(self.instance, **self.kwargs)
+            with _told(self.made, self.uid):
+                await self.made.finalize_interaction(self.instance, **self.kwargs)
+
+
+@contextmanager
+def _told(made: Any, uid: int) -> Iterator[None]:
+    """Raises UserCodeError, with its line, for what an interaction raises inside the block."""
+    try:
+        yield
+    except (EnvironmentFailed, UserError, RunError):
+        raise
+    except Exception as error:
+        cause = cause_of(error, file_of(type(made)))
+        raise UserCodeError(
+            f"{KEY}.interaction_config_path: {place_of(type(made))} raised {cause}, on prompt {uid}"
+        ) from error

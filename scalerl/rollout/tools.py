@@ -122,14 +122,17 @@ def _schema(name: str, description: str, parameter: str, meaning: str) -> OpenAI
 class PythonTool(BaseTool):
     """Runs Python code in the sandbox, and answers what it printed.  config: fields of SandboxLimits."""
 
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
+        super().__init__(config, tool_schema)
+        self.limits = SandboxLimits(**{name: value for name, value in config.items() if name != "type"})
+
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         return _schema("python", "Runs a Python program and returns what it prints.", "code", "The program.")
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        limits = SandboxLimits(**{name: value for name, value in self.config.items() if name != "type"})
-        result = await asyncio.to_thread(run_python, str(parameters["code"]), "", limits)
+        result = await asyncio.to_thread(run_python, str(parameters["code"]), "", self.limits)
         error = (result.stderr.strip().splitlines() or [""])[-1]
         failure = "" if result.failure is None else f"\n{result.failure}: {error}".rstrip(": ")
         return ToolResponse(text=(result.stdout.rstrip() + failure).strip()), 0.0, {}
@@ -162,7 +165,7 @@ class SearchTool(BaseTool):
         if not words:
             return []
         # A connection belongs to its thread.
-        with sqlite3.connect(f"file:{self.index}?mode=ro", uri=True) as database:
+        with sqlite3.connect(f"{self.index.absolute().as_uri()}?mode=ro", uri=True) as database:
             statement = "SELECT title, text FROM documents WHERE documents MATCH ? ORDER BY rank, rowid LIMIT ?"
             return list(enumerate(database.execute(statement, (words, int(self.config.get("topk", 3)))), 1))
 
@@ -199,6 +202,8 @@ def load_tools(path: str, key: str) -> dict[str, Any]:
             schema = entry.get("tool_schema")
             own = None if schema is None else OpenAIFunctionToolSchema.model_validate(schema)
             tool = _class(str(entry["class_name"]), Path(path).parent, what)(dict(entry.get("config") or {}), own)
+            if tool.name in tools:
+                raise UserCodeError(f"{what}: another tool has the name {tool.name!r}; give each its own name")
             tools[tool.name] = tool
     return tools
 
@@ -211,6 +216,8 @@ def load_interactions(path: str, key: str) -> dict[str, Any]:
         with _named(what):
             class_name = str(entry["class_name"])
             name = str(entry.get("name") or class_name.rpartition(".")[2].removesuffix("Interaction").lower())
+            if name in interactions:
+                raise UserCodeError(f"{what}: another interaction has the name {name!r}; give each its own name")
             made = _class(class_name, Path(path).parent, what)(dict(entry.get("config") or {}) | {"name": name})
             interactions[name] = made
     return interactions

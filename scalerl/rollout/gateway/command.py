@@ -52,13 +52,18 @@ def from_anywhere(config: ProgramConfig) -> ProgramConfig:
     """
     if config.command is None:
         return config
-    executable, *arguments = shlex.split(config.command) or [""]
+    try:
+        executable, *arguments = shlex.split(config.command) or [""]
+    except ValueError as error:
+        raise UserCodeError(f"{COMMAND}={config.command}: {error}; correct its quotes") from error
     found = shutil.which(executable)
     if found is None:
         raise UserCodeError(f"{COMMAND}={config.command}: there is no executable {executable!r}; correct the command")
     paths = [os.path.abspath(os.path.expanduser(path)) for path in config.read_only_paths]
     if missing := [path for path in paths if not os.path.exists(path)]:
         raise UserCodeError(f"{KEY}.read_only_paths: {missing[0]} does not exist; correct the path")
+    if "/" in paths:
+        raise UserCodeError(f"{KEY}.read_only_paths: / would be the machine's whole system; name the paths of need")
     arguments = [os.path.abspath(text) if os.path.exists(text) else text for text in arguments]
     return replace(config, command=shlex.join([os.path.abspath(found), *arguments]), read_only_paths=paths)
 
@@ -139,13 +144,18 @@ def _row_text(row: PromptRow) -> str:
 def _seen(command: list[str], config: ProgramConfig) -> Iterator[str]:
     """The paths that a command needs: files that it names, the environment of its Python, and those of the user."""
     yield from config.read_only_paths
-    yield from (text for text in command if os.path.isabs(text) and os.path.exists(text))
+    yield from (text for text in command if os.path.isabs(text) and os.path.exists(text) and not _is_own(text))
     environment = Path(command[0]).parent.parent
     if (settings := environment / "pyvenv.cfg").is_file():
         yield str(environment)
-        parser = configparser.ConfigParser()
+        parser = configparser.ConfigParser(interpolation=None, strict=False)
         parser.read_string(f"[venv]\n{settings.read_text(encoding='utf-8')}")
         yield str(Path(parser["venv"]["home"]).parent)
+
+
+def _is_own(path: str) -> bool:
+    """Whether the sandbox has a path of its own by this name, so that the machine's must not cover it."""
+    return path in ("/", "/tmp") or f"{path}/".startswith(("/dev/", "/proc/", "/sys/"))
 
 
 def _result(result: SandboxResult, config: ProgramConfig, row: PromptRow) -> dict[str, Any] | None:
@@ -157,9 +167,10 @@ def _result(result: SandboxResult, config: ProgramConfig, row: PromptRow) -> dic
         if not code or code == str(ENVIRONMENT_FAILED):
             raise EnvironmentFailed(said)
         raise UserCodeError(said)
-    last = (result.stdout.strip().splitlines() or [""])[-1]
+    # Not splitlines, which also splits at characters that JSON may have in a text.
+    last = result.stdout.strip().rpartition("\n")[2]
     try:
         given = json.loads(last)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return given if isinstance(given, dict) and "score" in given else None

@@ -106,7 +106,7 @@ class Gateway:
                 return await handle(request, session)
             except RequestError as error:
                 return web.json_response(error_of(error), status=error.status)
-            except (asyncio.CancelledError, ConnectionError):
+            except (asyncio.CancelledError, ConnectionError, web.HTTPException):
                 raise
             except Exception as error:
                 if session is not None and session.key in self._on_error:
@@ -126,7 +126,9 @@ class Gateway:
         reward = number_of(body.get("reward"))
         if reward is None and (not of_turns or "reward" in body):
             raise RequestError(f"reward is {body.get('reward')!r}; it must be a finite number", param="reward")
-        agent, extra = body.get("agent"), dict(body.get("extra") or {})
+        agent, extra = body.get("agent"), body.get("extra") or {}
+        if not isinstance(extra, dict):
+            raise RequestError(f"extra is {extra!r:.80}; it must be an object of values", param="extra")
         agents = list(dict.fromkeys(turn.agent for turn in session.turns))
         if agent is not None and agent not in agents:
             raise RequestError(

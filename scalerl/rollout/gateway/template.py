@@ -114,14 +114,19 @@ def as_rendered(message: Message) -> Message:
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content, a string or parts.  Raises TemplateError for a part that is no text."""
+    """The text of a message's content, a string or parts.  Raises TemplateError for a part that is no text.
+
+    Halves of a character, which JSON and undecodable bytes may leave and no tokenizer takes, are question marks.
+    """
     if content is None or isinstance(content, str):
-        return content or ""
+        return (content or "").encode(errors="replace").decode()
+    if not isinstance(content, list):
+        raise TemplateError(f"a content is {content!r:.80}; it must be text")
     parts = []
     for part in content:
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise TemplateError(f"a part of type {part.get('type')!r}: messages have text alone")
-        parts.append(part["text"])
+        parts.append(text_of(part["text"]))
     return "".join(parts)
 
 
@@ -132,7 +137,7 @@ def arguments_of(function: Mapping[str, Any]) -> Any:
         return arguments
     try:
         return json.loads(arguments)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return arguments
 
 

@@ -15,6 +15,7 @@ import pytest
 from scalerl.base.user_code import UserCodeError
 from scalerl.config.schema import ProgramConfig
 from scalerl.data.chat import encode
+from scalerl.rewards.errors import RewardError
 from scalerl.rollout.load_program import load_program
 from scalerl.rollout.program import Ask, EnvironmentFailed, Sample, Servers, Tools, Trajectory, run_program
 from scalerl.rollout.servers.client import RolloutClient
@@ -205,6 +206,32 @@ def test_an_interaction_answers_until_it_ends_the_conversation(tmp_path: Path) -
     assert len(texts(sample)) == 3
 
 
+def test_half_a_character_in_a_call_is_no_end_of_the_run(tmp_path: Path) -> None:
+    """A policy may write one in JSON; it comes back in the tool's error, and no tokenizer takes it."""
+    sample = sample_of(tmp_path, [call("python", code="raise ValueError('\ud800')"), call("\udc80"), "well"])
+    assert only(sample).extra["num_tool_calls"] >= 1
+    sample = sample_of(tmp_path, [call("answer", answer="\ud800"), "well"])
+    assert "Current parsed" in texts(sample)[1]
+
+
+def test_a_mistake_in_an_interaction_is_told_with_its_line(tmp_path: Path) -> None:
+    config = {"interaction_config_path": str(tmp_path / "broken.yaml"), "tool_config_path": None}
+    (tmp_path / "broken.py").write_text(CLASSES.replace('right, "wrong, again", float(right), {}', "None"))
+    (tmp_path / "broken.yaml").write_text(INTERACTION.replace("classes.", "broken."))
+    message = r"(?s)interaction_config_path: AgainInteraction \(.*broken.py:.*raised TypeError: .*, on prompt"
+    with pytest.raises(UserCodeError, match=message):
+        sample_of(tmp_path, ["one"], **config)
+
+
+def test_what_scalerl_itself_cannot_do_is_no_answer_of_a_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_sandbox(*args: Any) -> None:
+        raise RewardError("no namespaces here")
+
+    monkeypatch.setattr("scalerl.rollout.tools.run_python", no_sandbox)
+    with pytest.raises(RewardError, match="no namespaces here"):
+        sample_of(tmp_path, [call("python", code="1"), "well"])
+
+
 def test_what_is_around_a_tool_may_fail(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFailed, match="the scorer is away"):
         sample_of(tmp_path, [call("answer", answer="broken")])
@@ -217,6 +244,8 @@ def test_what_is_around_a_tool_may_fail(tmp_path: Path) -> None:
         ("tools:\n  - class_name: classes.NoTool", r"tools\[0\]: AttributeError.*NoTool"),
         ("tools:\n  - class_name: classes.AnswerTool", r"tools\[0\]: ValueError: AnswerTool has no schema"),
         ("tools:\n  - config: {}", r"tools\[0\]: KeyError: 'class_name'"),
+        ("tools:\n" + "  - class_name: PythonTool\n" * 2, r"tools\[1\]: another tool has the name 'python'"),
+        ("tools:\n  - class_name: PythonTool\n    config: {wall: 3}", r"tools\[0\]: TypeError: .*'wall'"),
     ],
 )
 def test_a_file_that_is_wrong_is_told_before_the_start(tmp_path: Path, tools: str, message: str) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from scalerl.base.user_code import UserCodeError
 from scalerl.config.schema import ProgramConfig
+from scalerl.rewards.sandbox import SandboxedCommand, SandboxLimits
 from scalerl.rollout.load_program import load_program
 from scalerl.rollout.program import Sample, Servers, Tools, attempt_program
 from scalerl.rollout.servers.requests import SamplingParams
@@ -137,6 +138,73 @@ def test_a_command_that_is_not_there_is_told_before_a_run_starts(tmp_path: Path)
         load_program(ProgramConfig(command="no_such_agent --x"))
     with pytest.raises(UserCodeError, match="read_only_paths: /no/such does not exist; correct the path"):
         load_program(ProgramConfig(command="true", read_only_paths=["/no/such"]))
+
+
+def test_a_path_of_the_sandbox_itself_is_not_covered_by_the_machines(tmp_path: Path) -> None:
+    """Arguments that are /, /tmp or /dev/null are paths in the sandbox."""
+    (tmp_path / "agent.py").write_text(
+        f"{ASK}\nask(row['messages'])\n"
+        "open('/tmp/mine', 'w').write('x'); open('/dev/null', 'w').write('x')\n"
+        f"print(json.dumps(dict(score=1.0, seen=os.path.exists({str(tmp_path / 'hidden')!r}))))\n"
+    )
+    (tmp_path / "hidden").write_text("")
+    command = shlex.join([sys.executable, str(tmp_path / "agent.py"), "/", "/tmp", "/dev/null", "/proc"])
+    (trajectory,) = asyncio.run(attempt(ProgramConfig(command=command))).trajectories
+    assert trajectory.reward == 1.0 and trajectory.extra == {"seen": False}
+    with pytest.raises(UserCodeError, match="read_only_paths: / would be the machine's whole system"):
+        load_program(ProgramConfig(command="true", read_only_paths=["/"]))
+
+
+@pytest.mark.parametrize(
+    ("last", "reward"),
+    [
+        ('print(json.dumps({"score": 1.0, "said": "a\\u2028b"}, ensure_ascii=False))', 1.0),
+        ('print("[" * 100000)', None),
+    ],
+)
+def test_the_last_line_ends_at_a_new_line_alone(tmp_path: Path, last: str, reward: float | None) -> None:
+    assert sample_of(tmp_path, f"ask(row['messages'])\n{last}").trajectories[0].reward == reward
+
+
+def test_a_command_that_does_not_start_says_so(tmp_path: Path) -> None:
+    """It is the command's mistake, not one of the sandbox."""
+    script = tmp_path / "agent.sh"
+    script.write_text("#!/no/such/interpreter\n")
+    script.chmod(0o755)
+    with pytest.raises(UserCodeError, match=r"(?s)exit code 127, on prompt 3:.*agent.sh does not start: .*interpreter"):
+        asyncio.run(attempt(ProgramConfig(command=str(script))))
+    with pytest.raises(UserCodeError, match="No closing quotation; correct its quotes"):
+        load_program(ProgramConfig(command="true 'a"))
+
+
+def test_a_command_has_the_systems_programs_and_a_limit_of_memory(tmp_path: Path) -> None:
+    """Also those that are links by way of /etc, and those that reserve more addresses than the limit."""
+    sample = sample_of(
+        tmp_path,
+        """
+        import mmap, subprocess
+        ask(row["messages"])
+        reserved = mmap.mmap(-1, 2**36, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, prot=mmap.PROT_READ)
+        try:
+            bytearray(9 * 2**30)
+        except MemoryError:
+            print(json.dumps({"score": float(subprocess.check_output(["awk", "BEGIN {print 0.5}"]))}))
+        """,
+    )
+    assert sample.trajectories[0].reward == 0.5
+
+
+def test_a_command_that_is_ended_while_it_starts_is_not_left_running() -> None:
+    """At any moment of its start."""
+    limits = SandboxLimits(wall_s=60)
+    for delay_s in (0.0, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02) * 2:
+        running = SandboxedCommand(["sleep", "60"], "", {}, [], limits)
+        time.sleep(delay_s)
+        began = time.monotonic()
+        running.kill()
+        running.wait()
+        running.listener.close()
+        assert time.monotonic() - began < 20
 
 
 def test_all_that_a_command_started_ends_with_its_sample(tmp_path: Path) -> None:

@@ -280,6 +280,9 @@ def test_the_score_may_be_posted() -> None:
         async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}) as http:
             wrong = await http.post(f"{base_url}/reward", json={"reward": "good"})
             assert wrong.status_code == 400 and "must be a finite number" in wrong.text
+            wrong = await http.post(f"{base_url}/reward", json={"reward": 2, "extra": [3]})
+            assert wrong.status_code == 400 and "extra is [3]" in wrong.text
+            assert (await http.post(f"{base_url}/reward", content=b" " * (2**26 + 1))).status_code == 413
             posted = await http.post(f"{base_url}/reward", json={"reward": 2, "extra": {"tests": 3}})
             assert posted.status_code == 200
 
