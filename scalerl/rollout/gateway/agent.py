@@ -100,9 +100,9 @@ def _take(name: str, returned: Any, session: Session) -> None:
         session.reward_turns(values.pop("turn_rewards", {}))
     except ValueError as error:
         raise UserCodeError(f"{KEY}: {name} returned {returned!r:.200}: {error}") from error
-    if "score" in values:
-        session.reward = values.pop("score")
-        if number_of(session.reward) is None:
+    if (score := values.pop("score", None)) is not None:
+        session.reward = score
+        if number_of(score) is None:
             raise UserCodeError(
                 f"{KEY}: {name} returned {returned!r:.200}; return a finite number, a dict with `score` and "
                 "other values, or None for the reward function's score"
