@@ -50,6 +50,8 @@ BRIEF_PHASES = ("balance", "adv", "metrics")
 CRITIC_PHASES = ("values", "update_critic")
 # Phases that not every step has.
 RARE = ("testing", "save_checkpoint", "commit", "rotation")
+# What a step first begins, all of them, and then waits for: the second time of each is the longer one.
+PASSES = ("old_log_prob", "ref", "values")
 _LOOK_S = 0.3
 # Steps between the checkpoints of the runs.
 SAVE_FREQ = 2
@@ -70,15 +72,14 @@ def moments(
     """Endless moments that a seed chooses. The next phase is the one that was tried and hit least.
 
     struck: the kills so far, to which the caller adds. So one of 2 ms, which is often missed, is tried more often, and
-    one that is never hit twice as often as others at most. After each miss the next try is nearer to its beginning.
+    one that is never hit twice as often as others at most.
     """
     chosen, tried = random.Random(seed), Counter[str]()
     while True:
         hit = phases_hit(struck)
         phase = min(chosen.sample(phases, len(phases)), key=lambda phase: tried[phase] + hit.get(phase, 0))
-        num_missed = max(0, tried[phase] - hit.get(phase, 0))
         tried[phase] += 1
-        yield Moment(phase, chosen.random() / (1 + num_missed), chosen.randrange(most_steps))
+        yield Moment(phase, chosen.random(), chosen.randrange(most_steps))
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ def watch(
     """Kills a job at a moment (None: never). Returns None where it came to its end, and how long its phases took."""
     began = told_at = time.monotonic()
     lengths, phase, num_steps, is_near = Lengths(began), START, 0, False
+    begun = Counter[str]()
     strike_at = None
     if moment is not None and moment.phase == START:
         strike_at = began + moment.share * usual_s[START]
@@ -128,10 +130,13 @@ def watch(
                 now = told_at = time.monotonic()
                 lengths.began(name, now)
                 phase = name
-                num_steps += name == "gen"
+                if name == "gen":
+                    num_steps, begun = num_steps + 1, Counter()
+                begun[name] += 1
                 # A phase that few steps have is taken in whichever step comes.
                 is_near = moment is not None and num_steps > moment.num_steps
-                if moment is not None and strike_at is None and name == moment.phase and (is_near or name in RARE):
+                is_meant = moment is not None and name == moment.phase and (name not in PASSES or begun[name] == 2)
+                if moment is not None and strike_at is None and is_meant and (is_near or name in RARE):
                     strike_at = now + moment.share * usual_s.get(name, 0.0)
     return None, lengths
 
