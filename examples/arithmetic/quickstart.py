@@ -117,9 +117,10 @@ def merge(run_dir: Path, target: Path) -> None:
     run("merge", "--backend", "megatron", "--local_dir", actor, "--target_dir", target)
 
 
-def read_validations(metrics: Path) -> list[float]:
+def read_validations(metrics: Path, name: str = VALIDATION) -> list[float]:
+    """The values of a metric, in the order of the steps that have it."""
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return [record["data"][VALIDATION] for record in records if VALIDATION in record.get("data", {})]
+    return [record["data"][name] for record in records if name in record.get("data", {})]
 
 
 def summary(run_dir: Path, model: str, scores: tuple[float, float, float], seconds: float) -> str:

@@ -8,18 +8,21 @@ import pytest
 
 from scalerl.config import compose
 
-ARITHMETIC = Path(__file__).parents[2] / "examples" / "arithmetic"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ARITHMETIC = EXAMPLES / "arithmetic"
+# A list of tools, and no configuration.
+TOOLS = EXAMPLES / "agents" / "tools.yaml"
 NEEDED = {
     "ppo": ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m"],
     "sft": ["data.train_files=t", "model.path=m"],
 }
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in ARITHMETIC.glob("*.yaml")))
-def test_it_composes(name: str) -> None:
-    kind = "sft" if name == "sft" else "ppo"
-    cfg = compose(kind, ["--config-dir", str(ARITHMETIC), "--config-name", name, *NEEDED[kind]])
-    assert cfg.trainer.experiment_name == name
+@pytest.mark.parametrize("path", sorted({*EXAMPLES.glob("*/*.yaml")} - {TOOLS}), ids=lambda path: path.stem)
+def test_it_composes(path: Path) -> None:
+    kind = "sft" if path.stem == "sft" else "ppo"
+    cfg = compose(kind, ["--config-dir", str(path.parent), "--config-name", path.stem, *NEEDED[kind]])
+    assert cfg.trainer.experiment_name == path.stem
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 8])

@@ -107,13 +107,16 @@ def try_code(
 
     datasets: `train` and `val`.  sizes_agree: False: samples of the configuration's sizes cannot be made up.
     """
+    scores_itself = False
     if tokenizer is not None and "train" in datasets and code.program and code.estimator and sizes_agree:
-        own = own_code_violations(cfg, code.program, code.estimator, datasets["train"], tokenizer)
+        own, scores_itself = try_own_code(cfg, code.program, code.estimator, datasets["train"], tokenizer)
         errors.violations.extend(own)
     if code.rewards is None:
         return
+    # A program that scores its samples needs no rule for their data source.
+    needed = not scores_itself or cfg.custom_reward_function.path is not None
     try:
-        if tokenizer is not None:
+        if tokenizer is not None and needed:
             errors.violations.extend(reward_violations(code.rewards, cfg, datasets, tokenizer))
     finally:
         code.rewards.close()
@@ -212,29 +215,35 @@ def _best_metric_violations(cfg: PPOConfig, trials: Trials) -> Iterator[str]:
         )
 
 
-def own_code_violations(
+def try_own_code(
     cfg: PPOConfig,
     program: Program,
     estimator: AdvantageEstimator,
     dataset: Dataset,
     tokenizer: PreTrainedTokenizerBase,
-) -> Iterator[str]:
-    """Yields what the user's own program or estimator does wrong with made-up answers to, and scores of, real rows."""
+) -> tuple[list[str], bool]:
+    """What the user's own program or estimator does wrong with made-up answers to, and scores of, real rows; and
+    whether the program scores all of these samples itself."""
     own_program = cfg.actor_rollout_ref.rollout.program.is_users_own
     if not len(dataset) or not (own_program or is_users_own(estimator.function)):
-        return
+        return [], False
     prompts = [dataset[uid % len(dataset)] for uid in range(NUM_GROUPS)]
     prompts = [prompt for prompt in prompts for _ in range(min(cfg.actor_rollout_ref.rollout.n, MOST_SAMPLES))]
+    samples: list[Sample] = []
+    violations: list[str] = []
     try:
         samples = asyncio.run(_samples(cfg, program, prompts, tokenizer))
         if is_users_own(estimator.function):
             _try_estimator(cfg, estimator, prompts, samples)
     except UserCodeError as error:
-        yield f"{error}; tried with the response {TRIAL_RESPONSE!r} before the run starts"
+        violations.append(f"{error}; tried with the response {TRIAL_RESPONSE!r} before the run starts")
     except TimeoutError:
         log.warning("the program takes more than %g s on trial, so that its result is not checked", PROGRAM_S)
     except EnvironmentFailed as error:
         log.warning("what is around the program failed on trial, so that its result is not checked: %s", error)
+    episodes_of_all = [episode for sample in samples for episode in sample.episodes]
+    scored = [any(trajectory.reward is not None for trajectory in episode) for episode in episodes_of_all]
+    return violations, bool(scored) and all(scored)
 
 
 async def _samples(

@@ -250,6 +250,19 @@ def test_an_estimator_is_tried_on_turns(run: Run) -> None:
     assert "own_t" in said and "register it with register_adv_est, or set algorithm.turn_level=false" in said
 
 
+@pytest.mark.parametrize(("reward", "is_scored"), [("0.5", True), ("None if prompt.uid else 0.5", False)])
+def test_a_program_that_scores_its_samples_needs_no_rule_for_them(run: Run, reward: str, is_scored: bool) -> None:
+    path = run.directory / "program.py"
+    path.write_text(OWN_PROGRAM.format(end=f"trajectory.reward = {reward}\n    return trajectory"))
+    asked = f"actor_rollout_ref.rollout.program.path={path}"
+    violations = run.check([row("game")] * 2, [row("game")], None, asked)
+    assert bool(violations) is not is_scored
+    assert all("no reward rule for data_source 'game'" in text for text in violations)
+    # A function that the user names is tried all the same.
+    (violation, *_) = run.check([row("game")] * 2, [row("game")], "return 1 / 0", asked)
+    assert "ZeroDivisionError" in violation
+
+
 @pytest.mark.parametrize(
     ("name", "parts", "parts_of_message"),
     [
