@@ -36,3 +36,9 @@ def test_a_model_learns_to_use_a_tool(start_job: StartJob, tmp_path: Path) -> No
     assert score[0] < 0.45 and calls[0] < 0.5
     assert score[-1] > 0.8 and calls[-1] > 0.8
     assert max(curve(job, "score without the tool")) < 0.15
+
+
+@pytest.mark.full
+def test_agents_and_a_sub_agent_learn_a_game(start_job: StartJob, tmp_path: Path) -> None:
+    won = curve(finished(start_job, tmp_path, "nim.py"), "games won against a perfect player")
+    assert won[0] < 0.3 and won[-1] > 0.8
