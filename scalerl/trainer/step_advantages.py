@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,10 +17,13 @@ from scalerl.batch.columns import BASELINE_SCORE, NUM_SAMPLED_TOKENS, TURN_ADVAN
 from scalerl.batch.turns import Turns
 from scalerl.cluster.batch import HeldRows, PlacedBatch
 from scalerl.config.schema import AlgorithmConfig
-from scalerl.rollout.sampling.rollout import HybridRollout
 from scalerl.tracking.metrics import Metric
 from scalerl.tracking.metrics.failed_samples import as_wrong
-from scalerl.trainer.ranks.roles import MegatronActor
+
+if TYPE_CHECKING:
+    # The checks before a run import this module, and a dry run nothing that only a run needs.
+    from scalerl.rollout.sampling.rollout import HybridRollout
+    from scalerl.trainer.ranks.roles import MegatronActor
 
 
 def needs_greedy_baseline(config: AlgorithmConfig) -> bool:
