@@ -77,7 +77,8 @@ def run_python(source: str, stdin: str = "", limits: SandboxLimits | None = None
 class SandboxedCommand:
     """A command in the sandbox of `run_python`, started: any executable that the sandbox sees.
 
-    stdin: text that it reads.  env: its environment variables, beside PATH, HOME, LANG and OMP_NUM_THREADS.
+    stdin: text that the command reads.  env: variables of its environment, which also has PATH, HOME, LANG and
+    OMP_NUM_THREADS.
     read_only: absolute paths that it sees as they are, in addition to the system's and Python's.
     listener: a socket that listens on PORT of the command's own loopback, for this process to accept on: all of a
     network that the command has.

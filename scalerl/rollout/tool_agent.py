@@ -84,7 +84,10 @@ async def _conversation(
         except RequestError as error:
             if session.turns and error.code == "context_length_exceeded":
                 return
-            raise UserCodeError(f"{KEY}.tool_config_path: prompt {prompt.uid} with its tools: {error}") from error
+            raise UserCodeError(
+                f"{KEY}.tool_config_path: prompt {prompt.uid} with its tools: {error}; raise data.max_prompt_length, "
+                "or give a chat template that writes tools (data.chat_template_path)"
+            ) from error
         session.turns.append(turn)
         messages = list(turn.messages)
         if turn.output.finish_reason == "length" or _is_at(config.max_assistant_turns, len(session.turns)):

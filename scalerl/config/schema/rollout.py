@@ -158,8 +158,8 @@ class ProgramConfig:
     def paths_of_a_command(self, at: Place) -> Iterator[str]:
         if self.read_only_paths and self.command is None:
             yield (
-                f"{at('read_only_paths')} = {','.join(self.read_only_paths)}: a program in {at('path')} sees all "
-                f"files; set {at('read_only_paths')}=[]"
+                f"{at('read_only_paths')} = {','.join(self.read_only_paths)}: what the sandbox of {at('command')} "
+                f"shows, and there is no command; set {at('read_only_paths')}=[]"
             )
 
 

@@ -72,10 +72,10 @@ def as_program(config: ProgramConfig, parsers: Parsers, options: Mapping[str, An
     """The program that runs config.command for each sample.  options: data.chat_template_kwargs.
 
     The command has OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY in its environment, and
-    the row as one JSON object on its stdin. A JSON object with `score` as the last line of its stdout is the result;
-    else the reward function scores the last answer.
-    Raises UserCodeError as `from_anywhere`; a sample raises it, with the end of stderr, for an exit code that is not 0
-    and EnvironmentFailed for exit code 75, a limit of the sandbox and a signal.
+    the row as one JSON object on its stdin. A JSON object with `score` as the last line of its stdout is the result, as
+    that of an agent; without one there is none.
+    Raises UserCodeError as `from_anywhere`; a sample raises it, with the end of stderr, for an exit code that is not 0,
+    and EnvironmentFailed, with the last line of stderr, for exit code 75, a limit of the sandbox and a signal.
     """
     config = from_anywhere(config)
     assert config.command is not None, "asked for"
@@ -154,19 +154,21 @@ def _seen(command: list[str], config: ProgramConfig) -> Iterator[str]:
 
 
 def _is_own(path: str) -> bool:
-    """Whether the sandbox has a path of its own by this name, so that the machine's must not cover it."""
+    """Whether the sandbox makes this path itself, so that the machine's path must not cover it."""
     return path in ("/", "/tmp") or f"{path}/".startswith(("/dev/", "/proc/", "/sys/"))
 
 
 def _result(result: SandboxResult, config: ProgramConfig, row: PromptRow) -> dict[str, Any] | None:
     """What a command gave. Raises what `as_program` says."""
     if result.failure is not None:
-        said = f"{COMMAND}={config.command} ended with {result.failure}, on prompt {row.uid}"
-        said += f":\n{result.stderr.strip()[-_MAX_SHOWN:]}" if result.stderr.strip() else ""
+        said, stderr = f"{COMMAND} ended with {result.failure}", result.stderr.strip()[-_MAX_SHOWN:]
         code = result.failure.partition("exit code ")[2]
         if not code or code == str(ENVIRONMENT_FAILED):
-            raise EnvironmentFailed(said)
-        raise UserCodeError(said)
+            # Without the prompt: what fails alike in many samples is counted as one reason.
+            last = stderr.rpartition("\n")[2]
+            raise EnvironmentFailed(f"{said}: {last}" if last else said)
+        said += f", on prompt {row.uid}; correct {config.command}"
+        raise UserCodeError(f"{said}:\n{stderr}" if stderr else said)
     # Not splitlines, which also splits at characters that JSON may have in a text.
     last = result.stdout.strip().rpartition("\n")[2]
     try:

@@ -84,10 +84,10 @@ class Session:
     parsers: Parsers
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     turns: list[Turn] = field(default_factory=list)
-    # The score of the sample, and other values: of each agent that has none of its own.
+    # The score of the sample, and other values. An agent that is not in `of_agents` has them.
     reward: float | None = None
     extra: dict[str, Any] = field(default_factory=dict)
-    # Name of an agent -> its own score, and other values.
+    # Name of an agent -> the score of that agent, and other values.
     of_agents: dict[str, tuple[float, dict[str, Any]]] = field(default_factory=dict)
 
     async def answer(
