@@ -206,12 +206,13 @@ def test_an_interaction_answers_until_it_ends_the_conversation(tmp_path: Path) -
     assert len(texts(sample)) == 3
 
 
-def test_half_a_character_in_a_call_is_no_end_of_the_run(tmp_path: Path) -> None:
-    """A policy may write one in JSON; it comes back in the tool's error, and no tokenizer takes it."""
+def test_half_a_character_in_a_call_is_no_end_of_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A policy may write one in JSON; it comes back in the tool's error, and no tokenizer takes it. Nothing logs it."""
     sample = sample_of(tmp_path, [call("python", code="raise ValueError('\ud800')"), call("\udc80"), "well"])
     assert only(sample).extra["num_tool_calls"] >= 1
     sample = sample_of(tmp_path, [call("answer", answer="\ud800"), "well"])
     assert "Current parsed" in texts(sample)[1]
+    assert caplog.records == []
 
 
 def test_a_mistake_in_an_interaction_is_told_with_its_line(tmp_path: Path) -> None:

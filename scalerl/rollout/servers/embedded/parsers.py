@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from scalerl.rollout.servers.embedded.engine import RefusedError
@@ -23,6 +24,8 @@ def parse_tool_calls(body: dict[str, Any]) -> dict[str, Any]:
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
+    # Its warnings repeat what the policy wrote.
+    logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)
     try:
         parser = FunctionCallParser([Tool(**tool) for tool in body["tools"]], body["tool_call_parser"])
         text, calls = parser.parse_non_stream(body["text"])
