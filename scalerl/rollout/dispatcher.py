@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -264,36 +264,60 @@ class Dispatcher:
         else:
             task.result()
 
+    async def ask(self, call: Callable[[RolloutClient], Awaitable[T]]) -> T:
+        """Asks a server something that is no request for samples; where it is lost, another one, or its successor.
+
+        Raises RolloutError of a server that is well, or that `replacements` does not bring back.
+        """
+        cut_connections = 0
+        while True:
+            server = next((index for index, server in enumerate(self.chooser.servers) if server.alive), None)
+            if server is None:
+                await asyncio.sleep(STOP_POLL_S)
+                continue
+            client = self.clients[server]
+            try:
+                return await call(client)
+            except RolloutError as error:
+                if self.replacements is None:
+                    raise
+                if not await self._is_well(client):
+                    self._lose(self.replacements, server, client, error)
+                    continue
+                cut_connections += 1
+                if not isinstance(error, ServerLostError) or cut_connections > MAX_CUT_CONNECTIONS:
+                    raise
+
     async def _failed(self, job: _Job, error: RolloutError) -> None:
         """Asks again for the missing samples of a request that failed, if `replacements` can help; else raises it."""
-        if self.replacements is not None and not await self._is_well(job):
-            self._lose(self.replacements, job, error)
+        if self.replacements is not None and not await self._is_well(job.client):
+            self._lose(self.replacements, job.server, job.client, error)
             self._resubmit(job)
         elif self.replacements is not None and isinstance(error, ServerLostError) and self._may_ask_again(job):
             self._resubmit(job)
         else:
             raise error
 
-    async def _is_well(self, job: _Job) -> bool:
+    async def _is_well(self, client: RolloutClient) -> bool:
         # Requests that fail together ask once.
-        async with self.health_checks[job.client]:
-            return job.client not in self.lost and await job.client.is_well()
+        async with self.health_checks[client]:
+            return client not in self.lost and await client.is_well()
 
     def _may_ask_again(self, job: _Job) -> bool:
         self.cut_connections[job.request.request_id] += 1
         return self.cut_connections[job.request.request_id] <= MAX_CUT_CONNECTIONS
 
-    def _lose(self, replacements: Replacements, job: _Job, error: RolloutError) -> None:
+    def _lose(self, replacements: Replacements, server: int, client: RolloutClient, error: RolloutError) -> None:
         """Marks a server as lost, and cancels its other requests, which would else wait for their own time limit."""
-        if job.client in self.lost:
+        if client in self.lost:
             return
-        self.lost.add(job.client)
-        self.chooser.servers[job.server].alive = False
-        for task, other in self.running.items():
-            if other.client is job.client and task is not asyncio.current_task():
+        self.lost.add(client)
+        self.chooser.servers[server].alive = False
+        for task, job in self.running.items():
+            if job.client is client and task is not asyncio.current_task():
                 task.cancel()
-        successor = asyncio.ensure_future(replacements.successor(job.client, error))
-        self.recovering[self._watched(successor)] = job.server
+        successor = asyncio.ensure_future(replacements.successor(client, error))
+        self.recovering[self._watched(successor)] = server
 
     async def _welcome(self, server: int, client: RolloutClient, connections: contextlib.AsyncExitStack) -> None:
         await connections.enter_async_context(client.connected())

@@ -192,6 +192,7 @@ class Ask:
 # Makes a turn on a server: (sample, index of the ask in the sample, ask) -> the whole turn, despite lost servers and
 # pauses.  ask.output: the interrupted turn to continue, if any.
 TurnMaker = Callable[["Servers", int, Ask], Awaitable[GenerateOutput]]
+AskServer = Callable[[Callable[["RolloutClient"], Awaitable[Any]]], Awaitable[Any]]
 
 
 class Servers:
@@ -201,7 +202,7 @@ class Servers:
     routing: turns have the experts of their tokens (`GenerateRequest.routing`); None: not.
     asks: its turns, in the order in which they were asked for. A program that begins again gets its earlier turns from
     here, where it asks for the same; those that are not finished are continued.
-    clients: of the servers, for what is no turn.
+    ask_server: asks one of them what is no turn (`Dispatcher.ask`).
     """
 
     def __init__(
@@ -216,9 +217,9 @@ class Servers:
         max_prompt_length: int | None = None,
         routing: RoutingShape | None = None,
         asks: Sequence[Ask] = (),
-        clients: Sequence[RolloutClient] = (),
+        ask_server: AskServer | None = None,
     ) -> None:
-        self.max_prompt_length, self.clients = max_prompt_length, clients
+        self.max_prompt_length, self.ask_server = max_prompt_length, ask_server
         self._make_turn, self.prompt_ids, self.sampling = make_turn, prompt_ids, sampling
         self.uid, self.sample_index, self.seed, self.routing = uid, sample_index, seed, routing
         self.asks: list[Ask] = []

@@ -81,7 +81,7 @@ async def make_samples(
             routing=request.routing,
             max_prompt_length=request.max_prompt_length,
             asks=request.asks,
-            clients=dispatcher.clients,
+            ask_server=dispatcher.ask,
         )
         for request in requests
     ]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from scalerl.rollout.dispatcher import generate_samples
+from scalerl.rollout.dispatcher import Dispatcher, generate_samples
 from scalerl.rollout.servers.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
 from scalerl.rollout.servers.requests import ServerLostError
 from scalerl.rollout.servers.supervise import descendants
@@ -137,6 +137,26 @@ def test_the_others_go_on_while_one_comes_back(well: Engine, undisturbed: list[t
     outputs = asyncio.run(generate_samples([gone(), client_of(well)], REQUESTS, replacements=never))
     assert bits(outputs) == undisturbed
     assert never.num_resubmitted > 0
+
+
+@pytest.mark.parametrize("has_other", [False, True])
+def test_a_parser_is_asked_of_a_server_that_is_there(has_other: bool, well: Engine) -> None:
+    """A server is found to be lost by a request for no sample too. Another one answers, else its successor."""
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    text = 'I add <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    recovery = Restart(lambda: client_of(well))
+    clients = [gone(), *([client_of(well)] if has_other else [])]
+    dispatcher = Dispatcher(clients, lambda output: None, replacements=recovery)
+
+    async def parsed() -> tuple[str, list[dict[str, str]]]:
+        asked = asyncio.ensure_future(dispatcher.ask(lambda client: client.parse_tool_calls(text, "qwen25", tools)))
+        asked.add_done_callback(lambda _: dispatcher.came.set())
+        await dispatcher.run(asked.done)
+        return asked.result()
+
+    text, calls = asyncio.run(parsed())
+    assert (text.strip(), calls) == ("I add", [{"name": "add", "arguments": '{"a": 1}'}])
+    assert recovery.lost == [gone().url]
 
 
 def test_a_server_that_does_not_come_back_ends_the_generation() -> None:

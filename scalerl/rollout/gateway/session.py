@@ -169,18 +169,18 @@ class Session:
         self, output: GenerateOutput, tools: list[dict[str, Any]] | None, stop: Sequence[str]
     ) -> tuple[Message, str]:
         """The policy's turn as a message, without the text that stopped it, and that text."""
-        parsers, clients = self.parsers, self.servers.clients
+        parsers, ask = self.parsers, self.servers.ask_server
         text = self.template.text(output, with_special_tokens=parsers != Parsers())
         # The last token may have more than the end.
         matched = min((end for end in stop if end and end in text), key=text.index, default="")
         text = text.partition(matched)[0] if matched else text
         message: Message = {"role": "assistant"}
-        if parsers.reasoning is not None and clients:
-            thoughts, text = await clients[0].separate_reasoning(text, parsers.reasoning)
+        if (reasoning := parsers.reasoning) is not None and ask is not None:
+            thoughts, text = await ask(lambda client: client.separate_reasoning(text, reasoning))
             message |= {"reasoning_content": thoughts} if thoughts else {}
         calls: list[Message] = []
-        if parsers.tool_calls is not None and tools and clients:
-            text, found = await clients[0].parse_tool_calls(text, parsers.tool_calls, tools)
+        if (tool_calls := parsers.tool_calls) is not None and tools and ask is not None:
+            text, found = await ask(lambda client: client.parse_tool_calls(text, tool_calls, tools))
             calls = [
                 {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function} for function in found
             ]

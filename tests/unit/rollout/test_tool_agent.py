@@ -137,7 +137,7 @@ def sample_of(directory: Path, answers: Sequence[str], *, tools: str = TOOLS, **
         uid=7,
         sample_index=1,
         seed=5,
-        clients=[cast(RolloutClient, Client())],
+        ask_server=lambda ask: ask(cast(RolloutClient, Client())),
     )
     paths = {"tool_config_path": str(directory / "tools.yaml")} | config
     program = load_program(ProgramConfig(tool_call_parser="qwen25", **paths))
