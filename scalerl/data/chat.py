@@ -20,6 +20,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 _ANSWER = "qz7answer7zq"
 # Templates write the words of these as they are.
 _SHOWN_ROLES = ("system", "developer", "user")
+# Added tokens that stand for text, such as <think>.
+_TAG = re.compile(r"</?\w+>")
 
 
 def load_tokenizer(path: str | os.PathLike, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -177,10 +179,16 @@ def unknown_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, An
 
 
 class SpecialTokens:
-    """Finds special tokens in the text of messages: a tokenizer makes of them what the chat template's own become."""
+    """Finds special tokens in the text of messages: a tokenizer makes of them what the chat template's own become.
+
+    Added tokens by which templates mark roles count as special too: some tokenizers do not say so of theirs.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        names = sorted((re.escape(token) for token in tokenizer.all_special_tokens if token), key=len, reverse=True)
+        added = tokenizer.added_tokens_decoder.values()
+        tokens = {token.content for token in added if token.special or not _TAG.fullmatch(token.content)}
+        tokens |= set(tokenizer.all_special_tokens)
+        names = sorted((re.escape(token) for token in tokens if token.strip()), key=len, reverse=True)
         self._pattern = re.compile("|".join(names)) if names else None
 
     def find(self, messages: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -188,6 +196,12 @@ class SpecialTokens:
         contents = (message.get("content") for message in messages)
         text = "\n".join(content for content in contents if isinstance(content, str))
         return [] if self._pattern is None else self._pattern.findall(text)
+
+    def broken(self, text: str, mark: str) -> str:
+        """The text with a mark after the first character of each special token."""
+        if self._pattern is None:
+            return text
+        return self._pattern.sub(lambda found: found[0][0] + mark + found[0][1:], text)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:

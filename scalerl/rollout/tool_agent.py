@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+import logging
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,11 +18,12 @@ from scalerl.errors import RunError, UserError
 from scalerl.rollout.gateway.session import Parsers, RequestError, Session
 from scalerl.rollout.gateway.template import ChatTemplate, Message, arguments_of
 from scalerl.rollout.program import KEY, EnvironmentFailed, Program, Servers, Tools, Trajectory
-from scalerl.rollout.tools import load_interactions, load_tools, schema_of
+from scalerl.rollout.tools import OWN, load_interactions, load_tools, schema_of
 
 if TYPE_CHECKING:
     from scalerl.data import PromptRow
 
+log = logging.getLogger(__name__)
 # What stands where a long answer of a tool was cut.
 _CUT = "(truncated)"
 
@@ -134,8 +138,24 @@ async def _called(
     except Exception as error:
         counts.num_tool_errors += 1
         text = f"Error: {type(error).__name__}: {error}"
+        _log_mistake(tools.get(function["name"]), error)
     text = shortened(text, config.max_tool_response_length, config.tool_response_truncate_side)
     return {"role": "tool", "name": function["name"], "tool_call_id": call["id"], "content": text}
+
+
+def _log_mistake(tool: Any, error: Exception) -> None:
+    """Logs an error that a line of the user's tool raised, who may have to mend it. The policy's text stays out."""
+    if tool is None or type(tool).__module__ == OWN:
+        return
+    file = file_of(type(tool))
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    if lines:
+        _log_once(f"{KEY}.tool_config_path: tool {tool.name!r} raised {type(error).__name__} ({file}:{lines[-1]})")
+
+
+@functools.cache
+def _log_once(text: str) -> None:
+    log.warning("%s; the policy sees it, and num_tool_errors counts such errors", text)
 
 
 def shortened(text: str, most: int, side: str) -> str:

@@ -56,6 +56,8 @@ class ToolResponse(BaseModel):
     """What a tool answers; text alone."""
 
     text: str | None = None
+    image: None = None
+    video: None = None
 
 
 class BaseTool:
@@ -141,13 +143,16 @@ class PythonTool(BaseTool):
 class SearchTool(BaseTool):
     """Finds documents by the words of a question, best first by BM25 (SQLite's FTS5).
 
-    config: documents, a file with a JSON object in each line, whose `text` and `title` are searched; topk (3).  The
-    index is written next to the file, once.
+    config: documents, the absolute path of a file with a JSON object in each line, whose `text` and `title` are
+    searched; topk (3).  The index is written next to the file, once.
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
         super().__init__(config, tool_schema)
-        self.index = _search_index(Path(config["documents"]).expanduser())
+        documents = Path(config["documents"]).expanduser()
+        if not documents.is_absolute():
+            raise ValueError(f"documents is {documents}; give an absolute path, which is the same on every node")
+        self.index = _search_index(documents)
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         return _schema("search", "Searches documents.", "query", "Words to search for.")
@@ -223,6 +228,15 @@ def load_interactions(path: str, key: str) -> dict[str, Any]:
     return interactions
 
 
+def class_files(path: str) -> list[str]:
+    """The files of the user's own classes that a YAML file, which loads, names."""
+    file = Path(path).expanduser()
+    read = yaml.safe_load(file.read_text(encoding="utf-8"))
+    entries = [entry for name in ("tools", "interaction") for entry in read.get(name) or ()]
+    files = {_own_file(str(entry["class_name"]).rpartition(".")[0], file.parent): None for entry in entries}
+    return [str(own) for own in files if own is not None]
+
+
 def schema_of(tool: Any) -> dict[str, Any]:
     """The function schema of a tool, as chat templates and parsers read it."""
     return tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) | {"type": "function"}
@@ -252,9 +266,15 @@ def _named(what: str) -> Iterator[None]:
 def _class(name: str, directory: Path, what: str) -> Any:
     module, _, cls = name.rpartition(".")
     with _names_of_verl():
-        file = directory / f"{module.replace('.', os.sep)}.py"
-        found = import_file(file, what) if module and file.is_file() else importlib.import_module(module or OWN)
+        file = _own_file(module, directory)
+        found = importlib.import_module(module or OWN) if file is None else import_file(file, what)
     return getattr(found, cls)
+
+
+def _own_file(module: str, directory: Path) -> Path | None:
+    """The file of a module that lies next to a YAML file; None: the module is another one."""
+    file = directory / f"{module.replace('.', os.sep)}.py"
+    return file if module and file.is_file() else None
 
 
 @contextmanager

@@ -98,17 +98,19 @@ class ProgramConfig:
     name: str = key("program", TEXT)
     # In place of a file: a command that is an agent, run for each sample in a sandbox (docs/agents.md).
     command: str | None = key(None, or_null(TEXT))
-    # In place of both: YAML files, as verl's, with tools that the policy calls, and with interactions that answer it in
-    # the user's place (docs/agents.md).
+    # In place of both: a YAML file, as verl's, with tools that the policy calls (docs/agents.md).
     tool_config_path: str | None = key(None, or_null(TEXT))
+    # A YAML file, as verl's, with interactions that answer the policy in the user's place.
     interaction_config_path: str | None = key(None, or_null(TEXT))
-    # Most answers of the policy in a sample with tools, most messages of an interaction; null: as many as have room.
+    # Most answers of the policy in a sample with tools or interactions; null: as many as have room.
     max_assistant_turns: int | None = key(None, or_null(at_least(1)))
+    # Most messages of an interaction in a sample; null: as many as have room.
     max_user_turns: int | None = key(None, or_null(at_least(0)))
     # Calls of one answer that are made; the others are left out.
     max_parallel_calls: int = key(1, at_least(1))
-    # Characters of a tool's answer that the policy sees, and where a longer one is cut.
+    # Characters of a tool's answer that the policy sees.
     max_tool_response_length: int = key(256, at_least(1))
+    # Where a longer answer of a tool is cut: left keeps its beginning, as verl has it, right its end.
     tool_response_truncate_side: str = key("middle", one_of("left", "right", "middle"))
     # Files and directories that a command sees, in addition to the system's, Python's and those that it names.
     read_only_paths: list[str] = key([], TEXTS)

@@ -42,8 +42,9 @@ def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
             raise RequestError(f"stop_sequences is {stop!r:.80}; it must be a list of strings", param="stop_sequences")
         chat["stop"] = stop
     # The effort is as the thinking; a format would be a grammar.
-    if set(body.get("output_config") or {}) - {"effort"}:
-        chat["output_config"] = body["output_config"]
+    output = body.get("output_config")
+    if output and not (isinstance(output, dict) and output.keys() <= {"effort"}):
+        chat["output_config"] = output
     return chat
 
 

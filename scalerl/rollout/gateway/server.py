@@ -241,6 +241,8 @@ def _checked(body: Mapping[str, Any], session: Session) -> tuple[list[Message], 
         isinstance(stop, str) or (isinstance(stop, list) and all(isinstance(end, str) for end in stop))
     ):
         raise RequestError(f"stop is {stop!r:.80}; it must be a string or a list of strings", param="stop")
+    if not isinstance(body.get("stream_options") or {}, dict):
+        raise RequestError(f"stream_options is {body['stream_options']!r:.80}; it must be an object")
     for name in ("max_tokens", "max_completion_tokens"):
         if body.get(name) is not None and not (isinstance(body[name], int) and body[name] >= 1):
             raise RequestError(f"{name} is {body[name]!r}; it must be an integer of at least 1", param=name)

@@ -1,6 +1,7 @@
 """`ChatTemplate`: messages to tokens, where the policy's own turns keep the tokens that were sampled.
 
 Only what is new is rendered: after a turn, the text that the template writes between the end of that turn and the next.
+Special tokens that a tool or a user writes are ordinary text: nobody else ends a turn or begins one.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from scalerl.data.chat import encode, render
+from scalerl.data.chat import SpecialTokens, encode, render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,6 +21,8 @@ Message = dict[str, Any]
 
 # An answer that no chat template has in its own text.
 _ANSWER = "qz7answer7zq"
+# Stands inside the special tokens that are ordinary text.
+_BREAK = "qz7break7zq"
 
 
 class TemplateError(ValueError):
@@ -34,6 +37,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> None:
         self.tokenizer, self.options = tokenizer, options
+        self._special_tokens = SpecialTokens(tokenizer)
         # What ends an answer: the token that the policy samples, and what the template adds to it.
         self.end, _ = self._after_answer([], [{"role": "user", "content": "?"}], None)
         self._end_ids = self._encoded(self.end)
@@ -94,13 +98,19 @@ class ChatTemplate:
 
     def _rendered(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, **kwargs: Any) -> str:
         try:
-            rendered = [as_rendered(message) for message in messages]
+            rendered = [self._harmless(as_rendered(message)) for message in messages]
             return render(self.tokenizer, rendered, options=self.options, tools=tools, **kwargs)
         except Exception as error:  # whatever a template raises
             raise TemplateError(f"the chat template cannot write these messages: {error}") from error
 
+    def _harmless(self, message: Message) -> Message:
+        # An answer that the policy has not sampled may need its format's tokens.
+        if message.get("role") == "assistant":
+            return message
+        return message | {"content": self._special_tokens.broken(message["content"], _BREAK)}
+
     def _encoded(self, text: str) -> list[int]:
-        return encode(self.tokenizer, [text])[0]
+        return [token for part in encode(self.tokenizer, text.split(_BREAK)) for token in part]
 
 
 def as_rendered(message: Message) -> Message:

@@ -79,13 +79,14 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
     digests: compare the digests of the checkpoint to resume from; False: only its files and their sizes.
     """
     from scalerl.data import create_rl_dataset
-    from scalerl.trainer.checks.user_code import load_code, try_code
+    from scalerl.trainer.checks.user_code import load_code, try_code, with_tools
 
-    errors, data, runs_here = ErrorCollector(), cfg.data, device is None
+    errors, runs_here = ErrorCollector(), device is None
     device = device or check_machine(errors, cfg)
     fetch_models(cfg, errors.attempt)
     # Before the rules, which depend on the names that the user's files register.
     code = load_code(errors, cfg)
+    data = with_tools(cfg, code)
     broken = violations_of(cfg, device=device)
     errors.violations.extend(broken)
     check_megatron_fields(errors, cfg, device if runs_here else None)

@@ -6,7 +6,7 @@ import asyncio
 import difflib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,15 +22,16 @@ from scalerl.batch.turns import Turns
 from scalerl.config import PPOConfig, model_roles
 from scalerl.config.correction import corrects
 from scalerl.config.errors import ErrorCollector
-from scalerl.config.schema import RunConfig
+from scalerl.config.schema import DataConfig, RunConfig
 from scalerl.rewards import RewardManager, ScoreRequest, ScoreResult, build_reward_manager
 from scalerl.rewards.judge import STYLE
 from scalerl.rewards.trial import TRIAL_RESPONSE, trial_results
 from scalerl.rollout.load_program import load_program
-from scalerl.rollout.program import Ask, EnvironmentFailed, Program, Sample, Servers, Tools, run_program
+from scalerl.rollout.program import KEY, Ask, EnvironmentFailed, Program, Sample, Servers, Tools, run_program
 from scalerl.rollout.sampling.groups import SCORE
 from scalerl.rollout.sampling.sample_columns import to_batch
 from scalerl.rollout.servers.requests import GenerateOutput, SamplingParams
+from scalerl.rollout.tools import load_tools, schema_of
 from scalerl.tracking import check_backends
 from scalerl.tracking.metrics import validation_metrics
 from scalerl.trainer.custom_fit import Fit, load_fit
@@ -92,6 +93,15 @@ def load_code(errors: ErrorCollector, cfg: PPOConfig) -> RunCode:
     errors.attempt(lambda: get_policy_loss(cfg.actor_rollout_ref.actor.policy_loss.loss_mode))
     rewards = errors.attempt(lambda: build_reward_manager(cfg.reward_model, cfg.custom_reward_function))
     return RunCode(fit, program, estimator, rewards)
+
+
+def with_tools(cfg: PPOConfig, code: RunCode) -> DataConfig:
+    """The configuration of the data with the tools that the program shows in every prompt, whose tokens count there."""
+    path = cfg.actor_rollout_ref.rollout.program.tool_config_path
+    if path is None or code.program is None:
+        return cfg.data
+    schemas = [schema_of(tool) for tool in load_tools(path, f"{KEY}.tool_config_path").values()]
+    return replace(cfg.data, chat_template_kwargs=cfg.data.chat_template_kwargs | {"tools": schemas})
 
 
 def try_code(

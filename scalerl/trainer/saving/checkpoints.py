@@ -26,6 +26,7 @@ from scalerl.config.save import RESOLVED_CONFIG, read_resolved
 from scalerl.config.schema import RunConfig
 from scalerl.config.value_checks import show
 from scalerl.models import ModelShape
+from scalerl.rollout.tools import class_files
 from scalerl.tracking.backend import flat_config
 
 # Fields of ModelShape that may differ between a checkpoint's model and the model of the run that resumes from it.
@@ -37,6 +38,11 @@ CODE = "code"
 FLASH_ATTENTION = "flash_attention"
 # Key of the trainer state with the digests: configuration key -> path -> SHA-256 of the text.
 OWN_FILES = "own_files"
+_COMMAND = "actor_rollout_ref.rollout.program.command"
+_CLASS_LISTS = (
+    "actor_rollout_ref.rollout.program.tool_config_path",
+    "actor_rollout_ref.rollout.program.interaction_config_path",
+)
 # Configuration keys that name files of the user that a run reads. Data has other checks; a model is compared tensor
 # by tensor.
 OWN_FILE_KEYS = (
@@ -45,8 +51,8 @@ OWN_FILE_KEYS = (
     "custom_reward_function.path",
     "reward_model.judge.prompt_path",
     "actor_rollout_ref.rollout.program.path",
-    "actor_rollout_ref.rollout.program.tool_config_path",
-    "actor_rollout_ref.rollout.program.interaction_config_path",
+    _COMMAND,
+    *_CLASS_LISTS,
     "data.custom_cls.path",
     "data.chat_template_path",
 )
@@ -281,12 +287,17 @@ def is_due(step: int, every: int, total: int) -> bool:
 def own_files(cfg: PPOConfig | SFTConfig) -> dict[str, dict[str, str]]:
     """Maps each configuration key that names files to their paths, as configured, and the SHA-256 of their texts."""
     values = flat_config(asdict(cfg))
-    digests = {key: _digests(values.get(key)) for key in OWN_FILE_KEYS}
+    digests = {key: _digests(key, values.get(key)) for key in OWN_FILE_KEYS}
     return {key: of_key for key, of_key in digests.items() if of_key}
 
 
-def _digests(value: Any) -> dict[str, str]:
+def _digests(key: str, value: Any) -> dict[str, str]:
     paths = [] if value is None else [value] if isinstance(value, str) else list(value)
+    if key == _COMMAND:
+        # The executable is the system's, or that of an environment.
+        paths = [path for text in paths for path in shlex.split(text)[1:]]
+    if key in _CLASS_LISTS:
+        paths += [own for path in paths if Path(path).expanduser().is_file() for own in class_files(path)]
     files = {path: Path(path).expanduser() for path in paths}
     # What cannot be read has been refused, or is somebody else's to say.
     return {path: hashlib.sha256(file.read_bytes()).hexdigest() for path, file in files.items() if file.is_file()}

@@ -176,11 +176,19 @@ def test_the_policy_sees_what_tools_answer_until_it_calls_none(tmp_path: Path) -
         (call("answer"), "Error: KeyError: 'answer'"),
     ],
 )
-def test_a_call_that_fails_answers_with_its_error(tmp_path: Path, answer: str, said: str) -> None:
+def test_a_call_that_fails_answers_with_its_error(
+    tmp_path: Path, answer: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
     sample = sample_of(tmp_path, [answer, "well"])
     assert said in texts(sample)[1] and only(sample).extra["num_tool_calls"] == 1
     # A program that ends badly is an answer of the tool.
     assert only(sample).extra["num_tool_errors"] == ("KeyError" in said)
+    # The author of a tool may have to mend it.
+    sample_of(tmp_path, [answer, "well"])
+    lines = [record.getMessage() for record in caplog.records]
+    assert [f"tool 'answer' raised KeyError ({tmp_path}/classes.py:" in line for line in lines] == (
+        [True] if "'answer'" in said else []
+    )
 
 
 def test_limits_of_turns_calls_and_lengths(tmp_path: Path) -> None:
@@ -262,6 +270,8 @@ def test_a_row_that_asks_for_an_interaction_that_is_not_there(tmp_path: Path) ->
 
 
 def test_search_finds_documents_by_their_words(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"documents is d\.jsonl; give an absolute path"):
+        SearchTool({"documents": "d.jsonl"}, None)
     documents = tmp_path / "documents.jsonl"
     rows = [{"title": "Rome", "text": "capital of Italy"}, {"text": "the capital of France is Paris"}, {"text": "x"}]
     documents.write_text("\n".join(map(json.dumps, rows)))

@@ -196,6 +196,7 @@ def test_what_has_no_counterpart_is_refused(more: dict[str, Any], error: str) ->
         {"top_p": 0.5},
         {"tool_choice": {"type": "any"}},
         {"output_config": {"format": {"type": "json_schema"}}},
+        {"output_config": 5},
         {"container": "c"},
     ],
 )

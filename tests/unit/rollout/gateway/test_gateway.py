@@ -244,6 +244,7 @@ def test_what_would_be_drawn_otherwise_is_refused_by_name(more: dict[str, Any]) 
         b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]}',
         b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]}',
         b'{"messages": [{"role": "user", "content": "2+2?"}], "stop": [5]}',
+        b'{"messages": [{"role": "user", "content": "2+2?"}], "stream": true, "stream_options": ["include_usage"]}',
         b'{"messages": [{"role": "user", "content": "2+2?"}], "max_tokens": 0}',
     ],
 )

@@ -28,7 +28,7 @@ from scalerl.trainer.checks.preflight import check_ppo, check_sft
 from scalerl.trainer.console_texts import finished_at
 from scalerl.trainer.main_ppo import main
 from scalerl.trainer.saving.saves import SavedModel
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import CHAT_TEMPLATE, make_tiny_model
 from tests.whole_saves import save
 
 ROW = {
@@ -99,6 +99,19 @@ def violation(directory: Path, *arguments: Any) -> str:
         check_ppo(config(directory, *arguments))
     (message,) = caught.value.violations
     return message
+
+
+def test_tools_count_in_prompts(directory: Path, tmp_path: Path) -> None:
+    """The program shows them in every prompt: one that is too long with them is found before the start."""
+    template, tools = tmp_path / "template.jinja", tmp_path / "tools.yaml"
+    template.write_text("{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}" + CHAT_TEMPLATE)
+    tools.write_text("tools: [{class_name: PythonTool}]")
+    keys = [f"data.chat_template_path={template}", f"actor_rollout_ref.rollout.program.tool_config_path={tools}"]
+    keys.append("actor_rollout_ref.rollout.program.tool_call_parser=qwen25")
+    message = violation(directory, "qwen3", "embedded", 0, *keys, "data.filter_overlong_prompts=false")
+    assert "data.max_prompt_length=64" in message
+    inputs = check_ppo(config(directory, "qwen3", "embedded", 0, *keys, "data.max_prompt_length=512"))
+    assert '"name": "python"' in inputs.tokenizer.decode(inputs.train[0].input_ids)
 
 
 def test_checksums_of_sglang_are_refused_where_they_are_not_known(directory: Path) -> None:
