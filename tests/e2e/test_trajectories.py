@@ -190,6 +190,26 @@ def test_turns_are_rewarded_alike_whole_and_divided(
         assert wanted[step]["actor/grad_norm"] > 0
 
 
+@pytest.mark.full
+def test_a_critic_learns_rewards_of_turns_on_two_ranks_as_on_one(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
+    """An estimator of tokens finds the reward of a turn at its last token."""
+    more = ["algorithm.adv_estimator=gae", "algorithm.gamma=0.9", "algorithm.lam=0.8", "critic.optim.lr=1e-3"]
+    one = train(inputs, kept, tmp_path / "one", "rewarded", *more)
+    sizes = [f"{role}.megatron.tensor_model_parallel_size=2" for role in ("actor_rollout_ref.actor", "critic")]
+    two = train(inputs, kept, tmp_path / "two", "rewarded", *more, "trainer.n_gpus_per_node=2", *sizes)
+    for step in range(1, STEPS + 1):
+        expected, found = sampled(rows_of(one, step)), sampled(rows_of(two, step))
+        assert found.keys() == expected.keys()
+        for name, tokens in expected.items():
+            for values, wanted in zip(found[name], tokens, strict=True):
+                assert values == pytest.approx(wanted, abs=1e-5)
+    logged, wanted = Record.read(two).final, Record.read(one).final
+    for step in range(1, STEPS + 1):
+        compared = {name: value for name, value in wanted[step].items() if name.startswith(("actor/", "critic/"))}
+        assert {name: logged[step][name] for name in compared} == pytest.approx(compared, rel=1e-4, abs=1e-5)
+        assert wanted[step]["critic/grad_norm"] > 0 and wanted[step]["actor/grad_norm"] > 0
+
+
 def test_agents_have_scores_and_prompts_of_their_own(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
     run_dir = train(
         inputs, kept, tmp_path, "of_two", "trainer.n_gpus_per_node=2", "algorithm.filter_groups.enable=true"
