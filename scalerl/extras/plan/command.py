@@ -45,12 +45,15 @@ def main(argv: Sequence[str]) -> int:
     cfg = composed(kind, [*_UNREAD[kind], *overrides], rules=False).config
     from scalerl.extras.plan.check import checked_plan, known_memory
     from scalerl.extras.plan.report import fit_line, plan_table, summary
+    from scalerl.trainer.checks.models import layouts_violations
 
     on_cpu = cfg.trainer.device == "cpu"
     device = "cpu" if on_cpu else "cuda"
     if broken := violations_of(cfg, device=device):
         raise ConfigError(broken)
     shapes = shapes_of(cfg)
+    if broken := layouts_violations(cfg, shapes):
+        raise ConfigError(broken)
     plan, violations = checked_plan(cfg, shapes, known_memory(cfg.trainer, "cpu"), on_cpu=on_cpu)
     print((summary if only_summary else plan_table)(plan))
     if isinstance(cfg, PPOConfig) and plan.concurrency:

@@ -160,11 +160,8 @@ def read_role(role: ModelRole) -> ModelShape:
 
 def actor_violations(cfg: PPOConfig, shape: ModelShape, *, device: str) -> Iterator[str]:
     """Yields why the actor's model does not fit the configuration. device: cuda or cpu, as `resolve_device` returns."""
-    rollout, megatron = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.actor.megatron
-    rollout_tp = rollout.tensor_model_parallel_size
-    yield from model_layout_violations(
-        shape, megatron, world_size(cfg), prefix=f"{ACTOR}.megatron", rollout_tp=rollout_tp
-    )
+    rollout = cfg.actor_rollout_ref.rollout
+    yield from _actor_layout_violations(cfg, shape)
     yield from ENGINES[rollout.name].trained_model_violations(
         rollout, shape, section=ROLLOUT, device=device, verify_weights_every=rollout.verify_weights_every
     )
@@ -182,13 +179,7 @@ def role_violations(
     cfg: PPOConfig, role: ModelRole, shape: ModelShape, tokenizer: PreTrainedTokenizerBase | None
 ) -> Iterator[str]:
     """Yields why the model of a role other than the actor does not fit the configuration. tokenizer: the policy's."""
-    megatron = role.megatron
-    if not role.has_own_pool and not shape.num_experts:
-        # The actor's processes have groups for its experts; a model without experts does not use them.
-        megatron = replace(megatron, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
-    yield from model_layout_violations(
-        shape, megatron, role.layout(cfg).world_size, prefix=f"{role.section}.megatron", rollout_tp=None
-    )
+    yield from _role_layout_violations(cfg, role, shape)
     assert role.model_path is not None, "it has a shape"
     yield from _too_long(cfg, shape, role.model_path)
     # `tokenizer_violations` has checked the policy's own model.
@@ -318,6 +309,33 @@ def tokenizer_violations(
             f"{token + 1 - vocab_size}; take the added tokens out of the tokenizer, or give the model rows for "
             "them (transformers' resize_token_embeddings)"
         )
+
+
+def layouts_violations(cfg: PPOConfig | SFTConfig, shapes: Mapping[str, ModelShape]) -> list[str]:
+    """Why models do not fit their parallel layouts.  shapes: of each role's model."""
+    if isinstance(cfg, SFTConfig):
+        return model_layout_violations(
+            shapes["actor"], cfg.megatron, world_size(cfg), prefix="megatron", rollout_tp=None
+        )
+    of_roles = (_role_layout_violations(cfg, role, shapes[role.name]) for role in model_roles(cfg))
+    return [*_actor_layout_violations(cfg, shapes["actor"]), *(violation for found in of_roles for violation in found)]
+
+
+def _actor_layout_violations(cfg: PPOConfig, shape: ModelShape) -> list[str]:
+    megatron, rollout_tp = (
+        cfg.actor_rollout_ref.actor.megatron,
+        cfg.actor_rollout_ref.rollout.tensor_model_parallel_size,
+    )
+    return model_layout_violations(shape, megatron, world_size(cfg), prefix=f"{ACTOR}.megatron", rollout_tp=rollout_tp)
+
+
+def _role_layout_violations(cfg: PPOConfig, role: ModelRole, shape: ModelShape) -> list[str]:
+    megatron = role.megatron
+    if not role.has_own_pool and not shape.num_experts:
+        # The actor's processes have groups for its experts; a model without experts does not use them.
+        megatron = replace(megatron, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
+    world = role.layout(cfg).world_size
+    return model_layout_violations(shape, megatron, world, prefix=f"{role.section}.megatron", rollout_tp=None)
 
 
 def model_layout_violations(

@@ -278,6 +278,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         with pytest.raises(ConfigError, match=f"actor_rollout_ref.model.path = {path}: there is no such dir") as caught:
             main([file.name, f"actor_rollout_ref.model.path={path}", "actor_rollout_ref.actor.use_kl_loss=true"])
         assert len(caught.value.violations) == 1 and "hf download" not in str(caught.value)
+    tp, pp = (f"actor_rollout_ref.actor.megatron.{name}_model_parallel_size" for name in ("tensor", "pipeline"))
+    with pytest.raises(ConfigError) as caught:
+        main([file.name, "trainer.n_gpus_per_node=80", f"{tp}=16", f"{pp}=5"])
+    of_heads, of_layers = caught.value.violations[:2]
+    assert of_heads.startswith(f"{tp} = 16: must divide") and of_layers.startswith(f"{pp} = 5: must divide")
 
 
 def test_plan_of_a_model_on_the_hub_fetches_its_config_alone(tmp_path: Path) -> None:
