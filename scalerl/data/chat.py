@@ -20,8 +20,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 _ANSWER = "qz7answer7zq"
 # Templates write the words of these as they are.
 _SHOWN_ROLES = ("system", "developer", "user")
-# Added tokens that stand for text, such as <think>.
-_TAG = re.compile(r"</?\w+>")
+# Added tokens with which templates mark roles, special or not: <|user|> and DeepSeek's with wide bars.
+_ROLE = re.compile(r"<[|\uff5c].+[|\uff5c]>")
 
 
 def load_tokenizer(path: str | os.PathLike, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -181,12 +181,12 @@ def unknown_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, An
 class SpecialTokens:
     """Finds special tokens in the text of messages: a tokenizer makes of them what the chat template's own become.
 
-    Added tokens by which templates mark roles count as special too: some tokenizers do not say so of theirs.
+    Tokens that mark roles are special too: some tokenizers do not say so of theirs.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         added = tokenizer.added_tokens_decoder.values()
-        tokens = {token.content for token in added if token.special or not _TAG.fullmatch(token.content)}
+        tokens = {token.content for token in added if token.special or _ROLE.fullmatch(token.content)}
         tokens |= set(tokenizer.all_special_tokens)
         names = sorted((re.escape(token) for token in tokens if token.strip()), key=len, reverse=True)
         self._pattern = re.compile("|".join(names)) if names else None

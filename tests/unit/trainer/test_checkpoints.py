@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -406,20 +405,6 @@ def test_a_run_says_which_of_the_users_files_changed(tmp_path: Path, model: Path
     assert line == (
         f"files with another text than the run of that checkpoint began with: custom_reward_function.path ({reward})"
     )
-
-
-def test_files_that_other_files_and_commands_name_are_a_runs_own(tmp_path: Path) -> None:
-    """Classes of tools lie next to their list; a command names its script."""
-    (tmp_path / "my_tools.py").write_text("class Mine: ...")
-    (tmp_path / "tools.yaml").write_text("tools: [{class_name: PythonTool}, {class_name: my_tools.Mine}]")
-    tools = "actor_rollout_ref.rollout.program.tool_config_path"
-    assert list(own_files(configured(tmp_path, f"{tools}={tmp_path}/tools.yaml"))[tools]) == [
-        f"{tmp_path}/tools.yaml",
-        f"{tmp_path}/my_tools.py",
-    ]
-    command = "actor_rollout_ref.rollout.program.command"
-    cfg = configured(tmp_path, f"{command}='{sys.executable} {tmp_path}/my_tools.py --fast'")
-    assert list(own_files(cfg)[command]) == [f"{tmp_path}/my_tools.py"]
 
 
 def test_a_run_says_that_its_code_changed(tmp_path: Path, model: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -47,13 +48,28 @@ def test_files_with_another_text(tmp_path: Path) -> None:
     assert changed_files(state, cfg) == [f"trainer.import_files ({estimator})"]
 
 
+def test_files_that_other_files_and_commands_name_are_a_runs_own(tmp_path: Path) -> None:
+    """Classes of tools lie next to their list; a command names its script."""
+    (tmp_path / "my_tools.py").write_text("class Mine: ...")
+    (tmp_path / "tools.yaml").write_text("tools: [{class_name: PythonTool}, {class_name: my_tools.Mine}]")
+    tools = "actor_rollout_ref.rollout.program.tool_config_path"
+    assert list(own_files(configured(f"{tools}={tmp_path}/tools.yaml"))[tools]) == [
+        f"{tmp_path}/tools.yaml",
+        f"{tmp_path}/my_tools.py",
+    ]
+    command = "actor_rollout_ref.rollout.program.command"
+    cfg = configured(f"{command}='{sys.executable} {tmp_path}/my_tools.py --fast'")
+    assert list(own_files(cfg)[command]) == [f"{tmp_path}/my_tools.py"]
+
+
 @pytest.mark.parametrize("config", [PPOConfig, SFTConfig])
 def test_every_key_of_such_a_file_is_known(config: type) -> None:
-    """By its name: a key that ends so names data, a model or a checkpoint, which are compared otherwise, or is here."""
+    """By its name: a key that ends so names data, a model or a checkpoint, which are compared otherwise, or is here.
+    A command names files too."""
     others = r"^data\.(train|val)_files$|^trainer\.resume_from_path$|(^|\.)model\.path$|\.model_path$"
     named = {key for key in keys_of(config) if re.search(r"(path|_files)$", key) and not re.search(others, key)}
     assert named and named <= set(KEYS)
-    assert config is SFTConfig or named == set(KEYS)
+    assert config is SFTConfig or named == set(KEYS) - {"actor_rollout_ref.rollout.program.command"}
 
 
 def keys_of(config: type, prefix: str = "") -> Iterator[str]:
