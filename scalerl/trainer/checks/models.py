@@ -322,10 +322,8 @@ def layouts_violations(cfg: PPOConfig | SFTConfig, shapes: Mapping[str, ModelSha
 
 
 def _actor_layout_violations(cfg: PPOConfig, shape: ModelShape) -> list[str]:
-    megatron, rollout_tp = (
-        cfg.actor_rollout_ref.actor.megatron,
-        cfg.actor_rollout_ref.rollout.tensor_model_parallel_size,
-    )
+    policy = cfg.actor_rollout_ref
+    megatron, rollout_tp = policy.actor.megatron, policy.rollout.tensor_model_parallel_size
     return model_layout_violations(shape, megatron, world_size(cfg), prefix=f"{ACTOR}.megatron", rollout_tp=rollout_tp)
 
 
