@@ -92,6 +92,7 @@ def dim_sizes(shape: ModelShape) -> dict[str, int]:
         "shared_ffn": shape.shared_expert_ffn_hidden_size,
         "value": 1,
         "gate_up_ffn": 2 * shape.ffn_hidden_size,
+        "lora_rank": shape.adapter.rank if shape.adapter else 0,
     }
     if shape.linear_layers:
         sizes |= _delta_sizes(shape)

@@ -1,0 +1,284 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) of a model: which matrices have one, their names and shapes, peft's files.
+
+A matrix W [out, in] with an adapter is W + alpha / rank * B A, with A [rank, in] and B [out, rank]. Each projection of
+the Hugging Face model has a pair by itself, as peft has them, where Megatron-Core joins projections too; each expert
+has its own pairs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scalerl.models.registry import family_of
+from scalerl.models.table import Param
+from scalerl.models.weights import ADAPTER_NAME
+
+if TYPE_CHECKING:
+    import torch
+
+    from scalerl.models.shape import ModelShape
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+ALL_LINEAR = "all-linear"
+# How peft begins the name of a tensor, before the name that the matrix has in the model's files.
+PEFT_PREFIX = "base_model.model."
+_A, _B = "lora_A", "lora_B"
+_WEIGHT = ".weight"
+# What Mixtral and MiniMax-M2 call the gate, down and up projections of an expert.
+_OTHER_PROJECTIONS = ("w1", "w2", "w3")
+_NEVER = {
+    "embed_tokens": "the embedding has no adapter",
+    "lm_head": "the head has no adapter",
+}
+# Keys of adapter_config.json by which an adapter is another function of A and B, or is more than A and B; with the
+# value that they may have beside null.
+_REFUSED_KEYS: dict[str, Any] = {
+    "use_rslora": False,
+    "use_dora": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "modules_to_save": [],
+    "bias": "none",
+    "lora_bias": False,
+    "target_parameters": [],
+}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Which matrices of a model have a low-rank adapter, and of which size.
+
+    targets: names of projections (q_proj), in the order of the model's parameters (`resolve_targets`).
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        return self.alpha / self.rank
+
+
+def projections(shape: ModelShape) -> tuple[str, ...]:
+    """Names of the projections of a model that can have an adapter, in the order of its parameters.
+
+    Not among them: the embedding, the head, routers, gates of shared experts, and experts that the files stack.
+    """
+    params = family_of(shape).params(shape)
+    return tuple(dict.fromkeys(_leaf(hf) for param in params for hf in param.hf if _is_projection(param, hf)))
+
+
+def resolve_targets(
+    shape: ModelShape, target_modules: str | Sequence[str], exclude_modules: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """The projections that target_modules (`all-linear`, or names) leave after exclude_modules, in order.
+
+    Raises ValueError that names every name of which the model has no projection, or when none is left.
+    """
+    known = projections(shape)
+    wanted = known if target_modules == ALL_LINEAR else (target_modules,)
+    if not isinstance(target_modules, str):
+        wanted = tuple(target_modules)
+    problems = [
+        f"{key} names {name!r}: {_NEVER.get(name) or 'the model has no such projection'}"
+        for key, names in (("target_modules", wanted), ("exclude_modules", exclude_modules))
+        for name in names
+        if name not in known
+    ]
+    targets = tuple(name for name in known if name in wanted and name not in exclude_modules)
+    if not targets and not problems:
+        problems.append("target_modules without exclude_modules are no projection at all")
+    if problems:
+        raise ValueError(f"{'; '.join(problems)}; projections of {shape.model_type}: {', '.join(known)}")
+    return targets
+
+
+def adapter_params(shape: ModelShape) -> list[Param]:
+    """A and B of every projection with an adapter, in the order of the model's parameters: A of each before its B.
+
+    Their Hugging Face names are peft's.  shape: with `adapter` set.
+    """
+    return [part for param in family_of(shape).params(shape) for part in adapter_parts(param, shape)]
+
+
+def adapter_parts(param: Param, shape: ModelShape) -> list[Param]:
+    """A and B of each projection that one parameter of the model consists of and that has an adapter; [] if none has.
+
+    Tensor parallelism splits A where it splits the columns of the matrix, and B where it splits the rows.
+    """
+    adapter = shape.adapter
+    assert adapter is not None, "a shape with an adapter"
+    parts = []
+    for number, hf in enumerate(param.hf):
+        if _is_projection(param, hf) and _leaf(hf) in adapter.targets:
+            parts += _pair(param, number)
+    return parts
+
+
+def _pair(param: Param, number: int) -> tuple[Param, Param]:
+    hf, (rows, columns) = param.hf[number].removesuffix(_WEIGHT), param.dims[number]
+    sections = (param.sections[number],) if param.sections else ()
+    # One of two tensors, each of which is split over its rows.
+    by_rows = "column" if param.kind == "gate_up" and not sections else param.kind
+    is_row = param.kind == "row"
+
+    def part(letter: str, **fields: Any) -> Param:
+        name = f"{param.name.removesuffix(_WEIGHT)}.{_leaf(param.hf[number])}.{letter}"
+        return replace(param, name=name, hf=(f"{PEFT_PREFIX}{hf}.{letter}{_WEIGHT}",), joins_previous=False, **fields)
+
+    return (
+        part(_A, dims=(("lora_rank", columns),), kind="row" if is_row else "replicated", sections=()),
+        part(_B, dims=((rows, "lora_rank"),), kind="replicated" if is_row else by_rows, sections=sections),
+    )
+
+
+def adapter_shapes(shape: ModelShape, adapter: Adapter) -> dict[str, tuple[int, ...]]:
+    """peft's name of every tensor of an adapter, and its shape, in the order of `adapter_params`."""
+    shape = replace(shape, adapter=adapter)
+    return {name: size for param in adapter_params(shape) for name, size in param.hf_shapes(shape).items()}
+
+
+def adapter_config(adapter: Adapter, base_model: str | None = None) -> dict[str, Any]:
+    """What adapter_config.json says of an adapter.  base_model: path or name of the model without it."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(adapter.targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "use_rslora": False,
+        "use_dora": False,
+    }
+
+
+def write_peft(
+    directory: str | Path, adapter: Adapter, tensors: Mapping[str, torch.Tensor], base_model: str | None = None
+) -> None:
+    """Writes a directory that peft reads: adapter_config.json and adapter_model.safetensors.
+
+    tensors: by peft's names, contiguous.
+    """
+    from safetensors.torch import save_file
+
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(dict(tensors), directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    text = json.dumps(adapter_config(adapter, base_model), indent=2) + "\n"
+    (directory / ADAPTER_NAME).write_text(text, encoding="utf-8")
+
+
+def read_peft_config(directory: str | Path, shape: ModelShape) -> Adapter:
+    """The adapter of this model that a directory of peft has; reads headers only.
+
+    Raises ValueError: a file is missing or unreadable, a key of adapter_config.json is of another kind of adapter, or
+    tensors are missing, unexpected or wrongly shaped (all of them listed).
+    """
+    directory = Path(directory)
+    config = _read_config(directory)
+    problems = list(_config_problems(config))
+    if problems:
+        raise ValueError(f"{directory / ADAPTER_NAME}: {'; '.join(problems)}")
+    sizes = _stored_shapes(directory)
+    stored = {_target_of(name) for name in sizes}
+    targets = tuple(name for name in projections(shape) if name in stored)
+    adapter = Adapter(config["r"], config["lora_alpha"], targets)
+    if problems := list(_tensor_problems(sizes, adapter_shapes(shape, adapter))):
+        raise ValueError(
+            f"{directory / WEIGHTS_FILE} does not hold an adapter of rank {adapter.rank} of this {shape.model_type} "
+            f"model ({len(problems)} problems):\n  " + "\n  ".join(problems)
+        )
+    return adapter
+
+
+def read_peft(directory: str | Path, shape: ModelShape) -> tuple[Adapter, dict[str, torch.Tensor]]:
+    """Reads the adapter of this model that a directory of peft has, and its tensors by peft's names, in order.
+
+    Raises ValueError as `read_peft_config`.
+    """
+    from safetensors.torch import load_file
+
+    adapter = read_peft_config(directory, shape)
+    stored = load_file(Path(directory) / WEIGHTS_FILE)
+    return adapter, {name: stored[name] for name in adapter_shapes(shape, adapter)}
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    path = directory / ADAPTER_NAME
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(
+            f"{directory} has no {ADAPTER_NAME}; give a directory that peft's save_pretrained wrote"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return config
+
+
+def _config_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    if config.get("peft_type") != "LORA":
+        yield f"peft_type is {config.get('peft_type')!r}; only LORA is read"
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or rank < 1:
+        yield f"r is {rank!r}, it must be a whole number of at least 1"
+    if type(alpha) not in (int, float) or alpha <= 0:
+        yield f"lora_alpha is {alpha!r}, it must be a number above 0"
+    for key, plain in _REFUSED_KEYS.items():
+        if config.get(key) not in (None, plain):
+            yield f"{key} is {config[key]!r}, which is not read: only A and B of one rank and one alpha are"
+
+
+def _stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    from safetensors import SafetensorError, safe_open
+
+    path = directory / WEIGHTS_FILE
+    if not path.is_file():
+        raise ValueError(f"{directory} has no {WEIGHTS_FILE}; save the adapter with safe_serialization=True")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); write it again") from None
+
+
+def _tensor_problems(stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    if not wanted:
+        yield "no tensor of a projection of this model"
+    yield from (f"missing {name}" for name in wanted if name not in stored)
+    yield from (f"unexpected {name}" for name in stored if name not in wanted)
+    for name, size in wanted.items():
+        if stored.get(name, size) != size:
+            yield f"{name} has shape {stored[name]}, should be {size}"
+
+
+def _is_projection(param: Param, hf: str) -> bool:
+    if param.layer is None or param.stacked or len(param.dims[0]) != 2 or not hf.endswith(_WEIGHT):
+        return False
+    return "proj" in _leaf(hf) or _leaf(hf) in _OTHER_PROJECTIONS
+
+
+def _leaf(hf: str) -> str:
+    """The name of the module in its parent, of a tensor's name in the files."""
+    return hf.removesuffix(_WEIGHT).rpartition(".")[2]
+
+
+def _target_of(name: str) -> str:
+    """The projection of a tensor of peft."""
+    return _leaf(name.removesuffix(_WEIGHT).rpartition(".")[0])
