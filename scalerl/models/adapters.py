@@ -8,12 +8,13 @@ has its own pairs.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scalerl.models.registry import family_of
+from scalerl.models.sizes import counted_params
 from scalerl.models.table import Param
 from scalerl.models.weights import ADAPTER_NAME
 
@@ -30,6 +31,10 @@ _A, _B = "lora_A", "lora_B"
 _WEIGHT = ".weight"
 # What Mixtral and MiniMax-M2 call the gate, down and up projections of an expert.
 _OTHER_PROJECTIONS = ("w1", "w2", "w3")
+# Projections of experts, and the parameter in which transformers has gate and up of all experts of a layer.
+_GATE_UP = ("gate_proj", "up_proj", "w1", "w3")
+_DOWN = ("down_proj", "w2")
+_JOINED = "gate_up_proj"
 _NEVER = {
     "embed_tokens": "the embedding has no adapter",
     "lm_head": "the head has no adapter",
@@ -46,6 +51,7 @@ _REFUSED_KEYS: dict[str, Any] = {
     "lora_bias": False,
     "target_parameters": [],
 }
+_OF_EXPERTS = ".experts."
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ def projections(shape: ModelShape) -> tuple[str, ...]:
 
     Not among them: the embedding, the head, routers, gates of shared experts, and experts that the files stack.
     """
-    params = family_of(shape).params(shape)
+    params = (param for param, _ in counted_params(shape))
     return tuple(dict.fromkeys(_leaf(hf) for param in params for hf in param.hf if _is_projection(param, hf)))
 
 
@@ -92,11 +98,20 @@ def resolve_targets(
         if name not in known
     ]
     targets = tuple(name for name in known if name in wanted and name not in exclude_modules)
+    problems += _expert_problems(shape, targets)
     if not targets and not problems:
         problems.append("target_modules without exclude_modules are no projection at all")
     if problems:
         raise ValueError(f"{'; '.join(problems)}; projections of {shape.model_type}: {', '.join(known)}")
     return targets
+
+
+def _expert_problems(shape: ModelShape, targets: Sequence[str]) -> Iterator[str]:
+    """What peft cannot read of experts: it has their gate and up in one pair, and finds that behind the one of down."""
+    known = {_leaf(hf) for param, _ in counted_params(shape) if param.expert is not None for hf in param.hf}
+    joined, needed = known & set(_GATE_UP) & set(targets), known & {*_GATE_UP, *_DOWN}
+    if joined and (missing := sorted(needed - set(targets))):
+        yield f"{' and '.join(sorted(joined))} of experts need {' and '.join(missing)} beside them, for peft"
 
 
 def adapter_params(shape: ModelShape) -> list[Param]:
@@ -183,8 +198,35 @@ def write_peft(
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     save_file(dict(tensors), directory / WEIGHTS_FILE, metadata={"format": "pt"})
-    text = json.dumps(adapter_config(adapter, base_model), indent=2) + "\n"
+    write_peft_config(directory, adapter, tensors, base_model)
+
+
+def write_peft_config(directory: Path, adapter: Adapter, names: Collection[str], base_model: str | None = None) -> None:
+    """Writes adapter_config.json.  names: peft's, of the adapter's tensors."""
+    config = adapter_config(adapter, base_model) | _keys_of_experts(adapter, names)
+    text = json.dumps(config, indent=2) + "\n"
     (directory / ADAPTER_NAME).write_text(text, encoding="utf-8")
+
+
+def _keys_of_experts(adapter: Adapter, names: Collection[str]) -> dict[str, Any]:
+    """Keys of adapter_config.json by which peft reads a file that has the pairs of each expert by themselves.
+
+    transformers has gate and up of all experts of a layer in one parameter, for which peft joins both pairs. Of what
+    has such a name outside of experts peft takes the parameter too, in some families in the place of the module.
+    """
+    of_experts = {_target_of(name) for name in names if _OF_EXPERTS in name}
+    if not of_experts:
+        return {}
+    alike = {_target_of(name) for name in names if _OF_EXPERTS not in name} & {*_GATE_UP, *_DOWN}
+    joined = [_JOINED] if of_experts & set(_GATE_UP) else []
+    down = ["down_proj"] if of_experts & set(_DOWN) else []
+    pattern = rf".*\.{_JOINED}"
+    return {
+        "target_parameters": [*joined, *down, *(f"{name}.weight" for name in sorted(alike))],
+        "exclude_modules": sorted(alike) or None,
+        "rank_pattern": dict.fromkeys([pattern] if joined else [], 2 * adapter.rank),
+        "alpha_pattern": dict.fromkeys([pattern] if joined else [], 2 * adapter.alpha),
+    }
 
 
 def read_peft_config(directory: str | Path, shape: ModelShape) -> Adapter:
@@ -194,11 +236,10 @@ def read_peft_config(directory: str | Path, shape: ModelShape) -> Adapter:
     tensors are missing, unexpected or wrongly shaped (all of them listed).
     """
     directory = Path(directory)
-    config = _read_config(directory)
-    problems = list(_config_problems(config))
+    config, sizes = _read_config(directory), _stored_shapes(directory)
+    problems = list(_config_problems(config, sizes))
     if problems:
         raise ValueError(f"{directory / ADAPTER_NAME}: {'; '.join(problems)}")
-    sizes = _stored_shapes(directory)
     stored = {_target_of(name) for name in sizes}
     targets = tuple(name for name in projections(shape) if name in stored)
     adapter = Adapter(config["r"], config["lora_alpha"], targets)
@@ -237,17 +278,23 @@ def _read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _config_problems(config: Mapping[str, Any]) -> Iterator[str]:
+def _config_problems(config: Mapping[str, Any], names: Collection[str]) -> Iterator[str]:
+    """names: of the stored tensors."""
     if config.get("peft_type") != "LORA":
         yield f"peft_type is {config.get('peft_type')!r}; only LORA is read"
+    yield from (numbers := list(_number_problems(config)))
+    of_experts = {} if numbers else _keys_of_experts(Adapter(config["r"], config["lora_alpha"], ()), names)
+    for key, plain in _REFUSED_KEYS.items():
+        if config.get(key) not in (None, plain, of_experts.get(key)):
+            yield f"{key} is {config[key]!r}, which is not read: only A and B of one rank and one alpha are"
+
+
+def _number_problems(config: Mapping[str, Any]) -> Iterator[str]:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1:
         yield f"r is {rank!r}, it must be a whole number of at least 1"
     if type(alpha) not in (int, float) or alpha <= 0:
         yield f"lora_alpha is {alpha!r}, it must be a number above 0"
-    for key, plain in _REFUSED_KEYS.items():
-        if config.get(key) not in (None, plain):
-            yield f"{key} is {config[key]!r}, which is not read: only A and B of one rank and one alpha are"
 
 
 def _stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,8 @@ from scalerl.models.adapters import (
     write_peft,
 )
 from scalerl.models.table import InMemory
-from tests.tiny_models import FAMILIES, make_tiny_model
+from tests.lanes import mostly_full
+from tests.tiny_models import FAMILIES, WITH_EXPERTS, make_tiny_model
 
 DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
@@ -83,21 +85,34 @@ def test_names_and_shapes_are_those_of_peft(peft, tmp_path, family, targets):
     assert all(tensors[name].equal(theirs[name]) for name in theirs)
 
 
-def test_peft_reads_what_is_written(peft, tmp_path):
-    model_dir = tiny(tmp_path, "qwen3")
+MIXTURES = [family for family in WITH_EXPERTS if family != "gpt_oss"]
+
+
+@pytest.mark.parametrize(
+    "family", mostly_full(["qwen3", *MIXTURES], lambda family: family in ("qwen3", "deepseek_v3", "qwen3_5_moe_text"))
+)
+def test_peft_reads_what_is_written(peft, tmp_path, family):
+    """Every pair that is written changes what transformers computes as in the weights: also those of each expert."""
+    model_dir = tiny(tmp_path, family)
     shape, adapter = an_adapter(model_dir)
-    tensors = random_tensors(shape, adapter)
+    tensors = {name: 0.2 * tensor for name, tensor in random_tensors(shape, adapter).items()}
     write_peft(tmp_path / "adapter", adapter, tensors, str(model_dir))
-    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_dir), tmp_path / "adapter")
-    theirs = model.merge_and_unload().state_dict()
-    before = load_file(model_dir / "model.safetensors")
-    for name in before:
-        stem = f"base_model.model.{name.removesuffix('.weight')}"
-        if f"{stem}.lora_A.weight" in tensors:
-            a, b = (tensors[f"{stem}.lora_{part}.weight"] for part in "AB")
-            torch.testing.assert_close(theirs[name], before[name] + 2 * b @ a)
-        else:
-            assert theirs[name].equal(before[name]), name
+    read, stored = read_peft(tmp_path / "adapter", shape)
+    assert read == adapter and all(stored[name].equal(tensors[name]) for name in tensors)
+    base = AutoModelForCausalLM.from_pretrained(model_dir)
+    merged = shutil.copytree(model_dir, tmp_path / "merged")
+    weights = load_file(merged / "model.safetensors")
+    for name in list(tensors)[::2]:
+        a, b = tensors[name], tensors[name.replace("lora_A", "lora_B")]
+        weights[name.removeprefix("base_model.model.").replace(".lora_A", "")] += 2 * b @ a
+    save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
+    ids = torch.arange(1, 20)[None]
+    with torch.no_grad():
+        before = base(ids).logits
+        theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")(ids).logits
+        ours = AutoModelForCausalLM.from_pretrained(merged)(ids).logits
+    torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
+    assert (theirs - before).abs().max() > 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -154,6 +169,18 @@ def test_targets_are_names_of_projections(tmp_path):
         resolve_targets(shape, ["q_proj", "embed_tokens", "lm_head"], ["w9"])
     with pytest.raises(ValueError, match="no projection at all"):
         resolve_targets(shape, ["q_proj"], ["q_proj"])
+
+
+def test_experts_have_those_pairs_that_peft_reads(tmp_path):
+    """Down alone, or all three; in a dense model any."""
+    mixture, dense = (ModelShape.from_hf(tiny(tmp_path, family)) for family in ("mixtral", "qwen3"))
+    for targets in (["q_proj", "w2"], ["w1", "w2", "w3"]):
+        assert set(resolve_targets(mixture, targets)) == set(targets)
+    with pytest.raises(ValueError, match="w1 of experts need w2 and w3 beside them"):
+        resolve_targets(mixture, ["w1"])
+    with pytest.raises(ValueError, match="w1 and w3 of experts need w2 beside them"):
+        resolve_targets(mixture, ALL_LINEAR, ["w2"])
+    assert resolve_targets(dense, ["gate_proj"]) == ("gate_proj",)
 
 
 @pytest.mark.parametrize(
