@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from scalerl.models.registry import family_of
 from scalerl.models.sizes import counted_params
-from scalerl.models.table import Param
+from scalerl.models.table import VALUE_HEAD, Param
 from scalerl.models.weights import ADAPTER_NAME
 
 if TYPE_CHECKING:
@@ -126,6 +126,20 @@ def adapter_params(shape: ModelShape) -> list[Param]:
         if pair is not None
         for part in pair
     ]
+
+
+def counted_trained_params(shape: ModelShape) -> Iterator[tuple[Param, int]]:
+    """The parameters that have a gradient, counted as `sizes.counted_params`.
+
+    With an adapter: its own, and a value head.
+    """
+    for param, count in counted_params(shape):
+        if shape.adapter is None:
+            yield from [(param, count)] if param.has_gradient else []
+            continue
+        yield from ((part, count) for pair in adapter_pairs(param, shape) if pair is not None for part in pair)
+        if param.hf == VALUE_HEAD.hf:
+            yield param, count
 
 
 def adapter_pairs(param: Param, shape: ModelShape) -> list[tuple[Param, Param] | None]:

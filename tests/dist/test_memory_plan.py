@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -132,20 +133,25 @@ def measured_and_planned(
     num_sequences: int = NUM_SEQUENCES,
     length: int = LENGTH,
     num_measured: int = 1,
+    rank: int = 0,
 ) -> dict[str, Any]:
     """On every rank: bytes of its parts, and the peak of an update beside them; both as measured and as planned.
 
     layout: as Trainee's.  num_measured: updates, of which the least peak counts: now and then no block comes into the
-    place of one that gloo has freed.  Under "updates" is what they returned, with one before that was not measured.
+    place of one that gloo has freed.  rank: of adapters of all projections; 0: without.  Under "updates" is what they
+    returned, with one before that was not measured.
     """
     from scalerl.batch.data_proto import DataProto, Jagged
     from scalerl.config.schema import MegatronConfig, ModelConfig, SFTConfig, SFTDataConfig, SFTTrainerConfig
     from scalerl.extras.plan.plan import memory_plan
     from scalerl.models import ModelShape
+    from scalerl.models.adapters import ALL_LINEAR, Adapter, resolve_targets
     from scalerl.parallel.checkpoint import HostCopy, own_share
     from tests.dist.trainee import Trainee
 
-    trainee = Trainee(model, layout, **megatron)
+    shape = ModelShape.from_hf(model)
+    adapter = Adapter(rank, 2 * rank, resolve_targets(shape, ALL_LINEAR)) if rank else None
+    trainee = Trainee(model, layout, adapter=adapter, **megatron)
     dp_size = trainee.groups.layout.dp_size
     generator = torch.Generator().manual_seed(3)
     rows = [torch.randint(0, 500, (length,), generator=generator) for _ in range(num_sequences // dp_size)]
@@ -173,7 +179,7 @@ def measured_and_planned(
         trainer=SFTTrainerConfig(n_gpus_per_node=layout[2]),
     )
     cfg.trainer.async_save = True
-    plan = memory_plan(cfg, {"actor": ModelShape.from_hf(model)}, memory_bytes=None, on_cpu=True)
+    plan = memory_plan(cfg, {"actor": replace(shape, adapter=adapter)}, memory_bytes=None, on_cpu=True)
     device = plan.devices[trainee.groups.coordinates.pp_rank]
     memory = HostCopy()
     memory.copy_pieces(own_share(trainee.engine).pieces)

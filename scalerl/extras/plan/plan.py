@@ -12,11 +12,11 @@ from scalerl.config.layout import longest_sample
 from scalerl.config.schema import MegatronConfig, RolloutConfig
 from scalerl.config.servers import transport_of
 from scalerl.extras.plan.activations import head_bytes, kept_bytes, micro_batches_in_flight
-from scalerl.extras.plan.parameters import StageParameters, stage_parameters
+from scalerl.extras.plan.parameters import StageParameters, checkpoint_bytes, num_trained, stage_parameters
 from scalerl.extras.plan.servers import CONTEXT_BYTES, GRAPH_BYTES, ServerBytes, server_bytes
 from scalerl.models import ModelShape
 from scalerl.models.routing import RoutingShape
-from scalerl.models.sizes import FLOAT, ITEMSIZE, checkpoint_bytes, largest_tensor, model_bytes, num_parameters
+from scalerl.models.sizes import FLOAT, ITEMSIZE, largest_tensor, model_bytes, num_parameters
 from scalerl.parallel.layout import Layout
 from scalerl.rollout.sync.handover import BUCKET_COPIES, bucket_bytes_that_fit, hashed_expert_bytes
 
@@ -125,6 +125,7 @@ class MemoryPlan:
     sync_bytes: int
     checkpoint_bytes: int
     num_parameters: int
+    num_trained: int
     devices_per_node: int = 1
     routed: RoutedBytes | None = None
 
@@ -171,7 +172,10 @@ def _gib(num_bytes: int) -> str:
 
 @dataclass(frozen=True)
 class _Model:
-    """A model of the run on its devices. prefix: in names of parts. has_optimizer: it is trained."""
+    """A model of the run on its devices. has_optimizer: it is trained.
+
+    is_base: it is the actor's without its adapter, and has no weights of its own.
+    """
 
     role: str
     shape: ModelShape
@@ -182,6 +186,7 @@ class _Model:
     num_micro_batches: int
     has_optimizer: bool
     on_cpu: bool
+    is_base: bool
 
     @property
     def tokens(self) -> int:
@@ -194,6 +199,8 @@ class _Model:
 
     def state(self, stage: int) -> dict[str, int]:
         """The bytes of each part of this model on a device of the stage when all of it is there."""
+        if self.is_base:
+            return {}
         parameters = self.stages[stage]
         bytes_by_part = {"weights": parameters.weight_bytes(self.itemsize)}
         if self.has_optimizer:
@@ -238,6 +245,11 @@ class _Model:
         in_flight = micro_batches_in_flight(self.layout, stage, self.num_micro_batches)
         bytes_by_part = {"activations": int(kept * self.tokens * in_flight)}
         layer = int((most - kept) * self.tokens) + self.itemsize * self.stages[stage].largest
+        joined = self.itemsize * self.stages[stage].joined
+        if self.megatron.recompute_granularity == "full":
+            layer += joined * self.megatron.recompute_num_layers // len(self.stages[stage].layers)
+        else:
+            bytes_by_part["activations"] += int(joined * in_flight)
         if stage == self.layout.pp_size - 1:
             head_kept, head_working = self._head()
             bytes_by_part["activations"] += int(head_kept)
@@ -313,6 +325,7 @@ def memory_plan(
         sync_bytes=model_bytes(shapes["actor"], actor.itemsize, in_fp8=rollout.quantization is not None),
         checkpoint_bytes=sum(checkpoint_bytes(m.shape, m.itemsize) for m in models.values() if m.has_optimizer),
         num_parameters=num_parameters(shapes["actor"]),
+        num_trained=num_trained(shapes["actor"]),
         devices_per_node=cfg.trainer.n_gpus_per_node,
         routed=RoutedBytes.of(cfg, shapes["actor"], server.kv_tokens),
     )
@@ -326,7 +339,14 @@ def _models(cfg: PPOConfig, shapes: Mapping[str, ModelShape], on_cpu: bool) -> I
         sizes[role.name] = (role.megatron, role.layout(cfg), role.max_tokens_per_micro_batch, mini)
     for name, (megatron, layout, max_tokens_per_micro_batch, mini) in sizes.items():
         samples = math.ceil(mini * cfg.actor_rollout_ref.rollout.n / layout.dp_size)
-        yield _model(name, shapes[name], megatron, layout, max_tokens_per_micro_batch, samples, on_cpu)
+        is_base = name == "ref" and shapes["actor"].adapter is not None and _is_actors(cfg)
+        yield _model(name, shapes[name], megatron, layout, max_tokens_per_micro_batch, samples, on_cpu, is_base)
+
+
+def _is_actors(cfg: PPOConfig) -> bool:
+    """Whether the reference has the actor's starting weights, on the actor's devices."""
+    ref = cfg.actor_rollout_ref.ref
+    return ref.model_path in (None, cfg.actor_rollout_ref.model.path) and not ref.resource_pool.nnodes
 
 
 def _model(
@@ -337,6 +357,7 @@ def _model(
     max_tokens_per_micro_batch: int,
     num_micro_batches: int,
     on_cpu: bool,
+    is_base: bool = False,
 ) -> _Model:
     layout = Layout(**vars(sizes))
     return _Model(
@@ -349,6 +370,7 @@ def _model(
         num_micro_batches,
         has_optimizer=role in ("actor", "critic"),
         on_cpu=on_cpu,
+        is_base=is_base,
     )
 
 
@@ -401,15 +423,16 @@ def _phases(
     of_server = released if rollout.free_cache_engine else serving
     if serving:
         yield Phase("rollout", resting | serving)
+    actor = models[0]
     for model in models:
-        state = _named(model.role, model.state(stage))
+        owner = actor if model.is_base else model
+        state = _named(owner.role, owner.state(stage))
         weights = {name: size for name, size in state.items() if name.endswith(" weights")}
         output = "log-probs" if model.shape.head == "lm" else "values"
         yield Phase(f"{model.role} {output}", resting | weights | _named(model.role, model.forward(stage)) | of_server)
         if model.has_optimizer:
             yield Phase(f"{model.role} update", resting | state | _named(model.role, model.backward(stage)) | of_server)
             yield Phase(f"{model.role} step", resting | state | _named(model.role, model.step(stage)) | of_server)
-    actor = models[0]
     # One model is saved after the other.
     trained = [_saved(model, stage) for model in models if model.has_optimizer]
     saved = max(trained, key=lambda own: sum((resting | own).values()))
@@ -479,5 +502,6 @@ def _sft_plan(cfg: SFTConfig, shape: ModelShape, memory_bytes: int | None, on_cp
         sync_bytes=0,
         checkpoint_bytes=checkpoint_bytes(shape, model.itemsize),
         num_parameters=num_parameters(shape),
+        num_trained=num_trained(shape),
         devices_per_node=cfg.trainer.n_gpus_per_node,
     )
