@@ -41,21 +41,21 @@ MAIN = {"tp2": "qwen3", "tp2_ep2_etp1": "qwen3_moe", "pp2": "deepseek_v3"}
 TOLERANCE = 1e-5
 
 
+def make_adapted(directory: Path, family: str) -> tuple[Path, dict[str, Any]]:
+    """A model, and what an engine gets for an adapter whose A and B are both random."""
+    path = make_model(directory / "model", family)
+    shape = ModelShape.from_hf(path)
+    adapter = Adapter(RANK, ALPHA, resolve_targets(shape, ALL_LINEAR))
+    generator = torch.Generator().manual_seed(SEED)
+    sizes = adapter_shapes(shape, adapter)
+    tensors = {name: 0.1 * torch.randn(size, generator=generator) for name, size in sizes.items()}
+    write_peft(directory / "adapter", adapter, tensors, str(path))
+    return path, {"adapter": adapter, "adapter_path": str(directory / "adapter")}
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, Any]]]:
-    """A family -> its model, and what an engine gets for an adapter whose A and B are both random."""
-
-    def make(family: str) -> tuple[Path, dict[str, Any]]:
-        path = make_model(tmp_path_factory.mktemp(family) / "model", family)
-        shape = ModelShape.from_hf(path)
-        adapter = Adapter(RANK, ALPHA, resolve_targets(shape, ALL_LINEAR))
-        generator = torch.Generator().manual_seed(SEED)
-        sizes = adapter_shapes(shape, adapter)
-        tensors = {name: 0.1 * torch.randn(size, generator=generator) for name, size in sizes.items()}
-        write_peft(path.parent / "adapter", adapter, tensors, str(path))
-        return path, {"adapter": adapter, "adapter_path": str(path.parent / "adapter")}
-
-    return functools.cache(make)
+    return functools.cache(lambda family: make_adapted(tmp_path_factory.mktemp(family), family))
 
 
 @pytest.fixture(scope="module")
