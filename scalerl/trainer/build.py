@@ -17,11 +17,11 @@ from scalerl.cluster.pools import ResourcePool, are_here
 from scalerl.cluster.processes import Lease
 from scalerl.cluster.worker_group import Limit, WorkerGroup, join_ranks
 from scalerl.config import (
-    ModelRole,
     PPOConfig,
     SFTConfig,
     model_roles,
     num_devices,
+    refers_to_actor,
     save_resolved,
     total_steps,
     trained_layout,
@@ -217,7 +217,7 @@ def build_models(cfg: PPOConfig, inputs: PPOInputs, groups: dict[str, WorkerGrou
         trust_remote_code=model.trust_remote_code,
     )
     for role in model_roles(cfg):
-        if role.name == "ref" and refers_to_actor(cfg, role):
+        if refers_to_actor(cfg, role):
             groups["ref"].call(MegatronWorker.refer_to_actor)
             continue
         assert role.model_path is not None, "validated"
@@ -233,12 +233,6 @@ def build_models(cfg: PPOConfig, inputs: PPOInputs, groups: dict[str, WorkerGrou
             adapter_path=cfg.critic.model.lora_adapter_path if is_critic else None,
             trust_remote_code=role.trust_remote_code,
         )
-
-
-def refers_to_actor(cfg: PPOConfig, reference: ModelRole) -> bool:
-    """Whether the reference is the actor's model without its adapter, on the actor's ranks."""
-    policy = cfg.actor_rollout_ref
-    return policy.model.lora_rank > 0 and policy.ref.model_path is None and not reference.has_own_pool
 
 
 def start_phases(phases: StartPhases, tracker: Tracking) -> StartPhases:

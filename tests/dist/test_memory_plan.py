@@ -50,6 +50,16 @@ CASES = [
     ("qwen3", TP2, "float32", "none"),
     ("deepseek_v3", ONE, "float32", "none"),
 ]
+RANK = 8
+WITH_ADAPTERS = [
+    ("qwen3_moe", DP2, "bfloat16", "full"),
+    *(("qwen3", ONE, "bfloat16", mode) for mode in ("none", "core_attn", "full")),
+    ("qwen3", ONE, "float32", "none"),
+    ("qwen3", TP2, "bfloat16", "none"),
+    ("qwen3", PP2, "bfloat16", "none"),
+    ("qwen3_moe", ONE, "bfloat16", "none"),
+    ("deepseek_v3", ONE, "bfloat16", "none"),
+]
 # So few tokens that what does not shrink with them is the most.
 SHORT = 24
 SHORT_CASES = [(layout, dtype) for dtype in ("bfloat16", "float32") for layout in (CP2, DP2, ONE)]
@@ -215,6 +225,26 @@ def test_an_update_takes_what_is_planned(
         assert planned == pytest.approx(measured, rel=RELATIVE), (rank, measured / planned)
         held, most = rank["forward"]
         assert held <= most <= FORWARD_AT_MOST * held, rank
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "dtype", "mode"), mostly_full(WITH_ADAPTERS, lambda case: case == WITH_ADAPTERS[0])
+)
+def test_an_update_of_an_adapter_takes_what_is_planned(
+    tmp_path_factory: pytest.TempPathFactory, family: str, layout: tuple[int, ...], dtype: str, mode: str
+) -> None:
+    """And less than one of all weights, by more than half of their gradients and optimizer."""
+    model, times = made(tmp_path_factory, family), 1 if layout == ONE else NUM_MEASURED
+    arguments = (model, layout, {"dtype": dtype} | MODES[mode], NUM_SEQUENCES, LENGTH, times)
+    for rank in run_ranks(layout[2], measured_and_planned, *arguments, RANK):
+        measured, planned = rank["peak"]
+        assert planned == pytest.approx(measured, rel=RELATIVE), (rank, measured / planned)
+        held, most = rank["forward"]
+        assert held <= most <= FORWARD_AT_MOST * held, rank
+        own, of_plan = rank["state"]
+        assert own == pytest.approx(of_plan, rel=0.02) and own["grads"] < own["params"] / 4, rank
+        copied, of_plan = rank["save copy"]
+        assert copied <= 1.02 * of_plan, rank
 
 
 @pytest.mark.parametrize(("layout", "dtype"), mostly_full(SHORT_CASES, lambda case: case == (CP2, "bfloat16")))

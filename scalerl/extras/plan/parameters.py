@@ -19,8 +19,9 @@ class StageParameters:
     layers: global indices of the stage's layers.  shared: parameters of everything but experts; copies: dp x cp ranks.
     experts: parameters of its experts; copies: the ranks of the stage that have the same experts.  frozen: those that
     an adapter leaves as they are; shared and experts are the adapter's then.  joined: numbers of the adapter as a pass
-    joins them, of matrices that consist of several projections.  buffers: float32, without gradient (biases of
-    routers).  largest: parameters of the largest tensor that has a gradient.
+    joins them, of matrices that consist of several projections.  merged: numbers of the largest matrix that has an
+    adapter.  buffers: float32, without gradient (biases of routers).  largest: parameters of the largest tensor that
+    has a gradient.
     """
 
     layers: tuple[int, ...]
@@ -28,6 +29,7 @@ class StageParameters:
     experts: int
     frozen: int
     joined: int
+    merged: int
     buffers: int
     largest: int
     shared_copies: int
@@ -94,6 +96,7 @@ def stage_parameters(shape: ModelShape, layout: Layout) -> list[StageParameters]
                 experts=sum(held.numbers for held in here if held.param.expert is not None),
                 frozen=sum(held.numbers for held in others_here if held.param.has_gradient),
                 joined=sum(held.joined(shape) for held in others_here),
+                merged=max((prod(held.size) for held in others_here if held.pairs(shape)), default=0),
                 buffers=sum(held.numbers for held in others_here if not held.param.has_gradient),
                 largest=max((held.numbers for held in here), default=0),
                 shared_copies=layout.dp_size * layout.cp_size,
@@ -117,10 +120,12 @@ class _Held:
 
     def joined(self, shape: ModelShape) -> int:
         """The numbers of A and B of all its pairs together, if it consists of several projections."""
-        if shape.adapter is None or len(self.param.hf) == 1:
-            return 0
-        pairs = sum(pair is not None for pair in adapter_pairs(self.param, shape))
-        return self.count * pairs * shape.adapter.rank * sum(self.size)
+        rank = shape.adapter.rank if shape.adapter and len(self.param.hf) > 1 else 0
+        return self.count * self.pairs(shape) * rank * sum(self.size)
+
+    def pairs(self, shape: ModelShape) -> int:
+        """The number of its projections that have an adapter."""
+        return 0 if shape.adapter is None else sum(pair is not None for pair in adapter_pairs(self.param, shape))
 
 
 def _held(

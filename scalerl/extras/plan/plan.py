@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from scalerl.base.files import GIB
-from scalerl.config import LayoutSizes, PPOConfig, SFTConfig, model_roles, trained_layout
+from scalerl.config import LayoutSizes, PPOConfig, SFTConfig, model_roles, refers_to_actor, trained_layout
 from scalerl.config.layout import longest_sample
 from scalerl.config.schema import MegatronConfig, RolloutConfig
 from scalerl.config.servers import transport_of
@@ -32,14 +32,15 @@ STATES = "delta net states"
 # What each part is made of; the report names them.
 SOURCES = {
     "weights": "parameters of the rank x bytes of megatron.dtype",
-    "gradients": "4 B x parameters of the rank (megatron's DDP buffer)",
-    "optimizer": "12 B (float32: 8) x parameters of the rank / ranks that share it (use_distributed_optimizer)",
+    "gradients": "4 B x trained parameters of the rank (megatron's DDP buffer)",
+    "optimizer": "12 B (float32: 8) x trained parameters of the rank / ranks that share it (use_distributed_optimizer)",
     "activations": "tensors kept by the layers x tokens per micro-batch x micro-batches in flight",
     "vocabulary": "float32 logits of a chunk twice, the chunk in the model's dtype, gradient of the hidden states",
     "layer": "what one layer takes while it is computed (again), and the gradient of its largest tensor",
-    "gradient exchange": "on a CPU: 4 B x parameters of the rank, the copy that gloo's reduce-scatter sums",
+    "gradient exchange": "on a CPU: 4 B x trained parameters of the rank, the copy that gloo's reduce-scatter sums",
     "optimizer step": "on a CPU: 4 B x parameters whose state is here (square root of the second moment)",
     "buckets": "copies of update_weights_bucket_megabytes, less where memory is short, at least of the largest tensor",
+    "merged weight": "in float32, twice: the largest matrix with an adapter, to which a weight sync adds that",
     "checksums": "experts of a layer, kept until their fused tensors are whole (rollout.verify_weights_every)",
     "server weights": "parameters / rollout.tensor_model_parallel_size x bytes of rollout.dtype, or of quantization",
     "KV cache": "tokens of the cache x layers x key/value heads of the rank x head size x 2",
@@ -114,6 +115,7 @@ class MemoryPlan:
 
     memory_bytes: of a device; None: not known, and nothing is too large.
     server: of one device of the policy's servers; None: no servers.  longest_sample: tokens of prompt and response.
+    num_trained: parameters of the policy's adapter; None: all are trained.
     routed: None without algorithm.routing_replay.
     """
 
@@ -125,7 +127,7 @@ class MemoryPlan:
     sync_bytes: int
     checkpoint_bytes: int
     num_parameters: int
-    num_trained: int
+    num_trained: int | None
     devices_per_node: int = 1
     routed: RoutedBytes | None = None
 
@@ -325,7 +327,7 @@ def memory_plan(
         sync_bytes=model_bytes(shapes["actor"], actor.itemsize, in_fp8=rollout.quantization is not None),
         checkpoint_bytes=sum(checkpoint_bytes(m.shape, m.itemsize) for m in models.values() if m.has_optimizer),
         num_parameters=num_parameters(shapes["actor"]),
-        num_trained=num_trained(shapes["actor"]),
+        num_trained=num_trained(shapes["actor"]) if shapes["actor"].adapter else None,
         devices_per_node=cfg.trainer.n_gpus_per_node,
         routed=RoutedBytes.of(cfg, shapes["actor"], server.kv_tokens),
     )
@@ -339,14 +341,8 @@ def _models(cfg: PPOConfig, shapes: Mapping[str, ModelShape], on_cpu: bool) -> I
         sizes[role.name] = (role.megatron, role.layout(cfg), role.max_tokens_per_micro_batch, mini)
     for name, (megatron, layout, max_tokens_per_micro_batch, mini) in sizes.items():
         samples = math.ceil(mini * cfg.actor_rollout_ref.rollout.n / layout.dp_size)
-        is_base = name == "ref" and shapes["actor"].adapter is not None and _is_actors(cfg)
+        is_base = any(role.name == name and refers_to_actor(cfg, role) for role in model_roles(cfg))
         yield _model(name, shapes[name], megatron, layout, max_tokens_per_micro_batch, samples, on_cpu, is_base)
-
-
-def _is_actors(cfg: PPOConfig) -> bool:
-    """Whether the reference has the actor's starting weights, on the actor's devices."""
-    ref = cfg.actor_rollout_ref.ref
-    return ref.model_path in (None, cfg.actor_rollout_ref.model.path) and not ref.resource_pool.nnodes
 
 
 def _model(
@@ -454,6 +450,7 @@ def _phases(
         num_ranks = 1 if transport_of(cfg) == "shared" else tp_size
         hashed = hashed_expert_bytes(actor.shape, ITEMSIZE[rollout.dtype], tp_size, num_ranks=num_ranks)
         held |= {"checksums": hashed} if hashed else {}
+    held |= _named("actor", {"merged weight": FLOAT * actor.stages[stage].merged * (1 + (actor.itemsize < FLOAT))})
     free_bytes = None if memory_bytes is None else max(0, memory_bytes - sum(held.values()))
     bucket = _bucket_bytes(actor.itemsize * largest_tensor(actor.shape), rollout, free_bytes)
     yield Phase("weight sync", held | {"buckets": BUCKET_COPIES * bucket})
@@ -502,6 +499,6 @@ def _sft_plan(cfg: SFTConfig, shape: ModelShape, memory_bytes: int | None, on_cp
         sync_bytes=0,
         checkpoint_bytes=checkpoint_bytes(shape, model.itemsize),
         num_parameters=num_parameters(shape),
-        num_trained=num_trained(shape),
+        num_trained=num_trained(shape) if shape.adapter else None,
         devices_per_node=cfg.trainer.n_gpus_per_node,
     )

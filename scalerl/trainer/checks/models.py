@@ -85,7 +85,7 @@ def check_models(
     policy, key = policy_model(cfg)
     shapes = {"actor": errors.attempt(lambda: read_model(policy.path, key))}
     if (shape := shapes["actor"]) is not None:
-        shapes["actor"] = shape = _with_adapter(errors, cfg, shape)
+        shapes["actor"] = shape = trained_shape(errors, cfg, shape)
         if device is not None:
             errors.violations.extend(
                 actor_violations(cfg, shape, device=device)
@@ -107,7 +107,7 @@ def check_models(
             continue
         shape = errors.attempt(partial(read_role, role))
         if shape is not None and role.name == "critic":
-            shape = _with_adapter(errors, cfg, shape, role="critic")
+            shape = trained_shape(errors, cfg, shape, role="critic")
         shapes[role.name] = shape
         if shape is not None and device is not None:
             assert isinstance(cfg, PPOConfig)
@@ -115,7 +115,7 @@ def check_models(
     return {name: shape for name, shape in shapes.items() if shape is not None}
 
 
-def _with_adapter(
+def trained_shape(
     errors: ErrorCollector, cfg: PPOConfig | SFTConfig, shape: ModelShape, role: str = "actor"
 ) -> ModelShape:
     """The shape of a trained model with the adapter that its keys describe."""
