@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from scalerl.models.registry import family_of
 from scalerl.models.sizes import counted_params
-from scalerl.models.table import VALUE_HEAD, Param
+from scalerl.models.table import HF_MODEL, VALUE_HEAD, Param
 from scalerl.models.weights import ADAPTER_NAME
 
 if TYPE_CHECKING:
@@ -114,6 +114,14 @@ def _expert_problems(shape: ModelShape, targets: Sequence[str]) -> Iterator[str]
         yield f"{' and '.join(sorted(joined))} of experts need {' and '.join(missing)} beside them, for peft"
 
 
+def trained_params(shape: ModelShape) -> list[Param]:
+    """The parameters that are trained and saved, in order: all, or those of the adapter, and a value head."""
+    params = family_of(shape).params(shape)
+    if shape.adapter is None:
+        return params
+    return adapter_params(shape) + [param for param in params if param.hf == VALUE_HEAD.hf]
+
+
 def adapter_params(shape: ModelShape) -> list[Param]:
     """A and B of every projection with an adapter, in the order of the model's parameters: A of each before its B.
 
@@ -147,16 +155,18 @@ def adapter_pairs(param: Param, shape: ModelShape) -> list[tuple[Param, Param] |
 
     Tensor parallelism splits A where it splits the columns of the matrix, and B where it splits the rows.
     """
-    adapter = shape.adapter
+    adapter, prefix = shape.adapter, family_of(shape).prefix
     assert adapter is not None, "a shape with an adapter"
     return [
-        _pair(param, number) if _is_projection(param, hf) and _leaf(hf) in adapter.targets else None
+        _pair(param, number, prefix) if _is_projection(param, hf) and _leaf(hf) in adapter.targets else None
         for number, hf in enumerate(param.hf)
     ]
 
 
-def _pair(param: Param, number: int) -> tuple[Param, Param]:
+def _pair(param: Param, number: int, prefix: str) -> tuple[Param, Param]:
+    """prefix: of names in the files; where these have other parts too, peft's names are of the language model alone."""
     hf, (rows, columns) = param.hf[number].removesuffix(_WEIGHT), param.dims[number]
+    hf = HF_MODEL + hf.removeprefix(prefix)
     sections = (param.sections[number],) if param.sections else ()
     # One of two tensors, each of which is split over its rows.
     by_rows = "column" if param.kind == "gate_up" and not sections else param.kind

@@ -18,8 +18,7 @@ from scalerl.batch import Alignment
 from scalerl.batch.columns import ROUTED_EXPERTS
 from scalerl.batch.data_proto import DataProto, Jagged
 from scalerl.models import Head, ModelShape, family_of
-from scalerl.models.adapters import Adapter, adapter_params
-from scalerl.models.table import VALUE_HEAD
+from scalerl.models.adapters import Adapter, adapter_params, trained_params
 from scalerl.parallel import platform
 from scalerl.parallel.attention import Rotary
 from scalerl.parallel.expert_weights import named_gradients, router_biases
@@ -93,13 +92,12 @@ class MegatronEngine:
                 chunk.cuda()
         load_hf_weights(self.chunks, model_path, self.family, self.shape, groups)
         # What the optimizer updates and a checkpoint holds, in the table's order.
-        self.trained = self.family.params(self.shape)
+        self.trained = trained_params(self.shape)
         # Of the weights that an adapter leaves as they are.
         self.base_digest: str | None = None
         if adapter is not None:
             is_split = self.config.sequence_parallel
             add_adapters(self.chunks, self.shape, groups, sequence_parallel=is_split, path=adapter_path)
-            self.trained = adapter_params(self.shape) + [p for p in self.trained if p.hf == VALUE_HEAD.hf]
             self.base_digest = base_digest(model_path)
         # Latent attention turns its own part of the heads.
         self.rotary = None if self.config.multi_latent_attention else Rotary(self.shape, self.device)

@@ -32,6 +32,7 @@ from torch import Tensor
 from scalerl.models import HFWeights, ModelShape, Param, family_of
 from scalerl.models.adapters import adapter_pairs, adapter_params, read_peft
 from scalerl.models.table import InMemory, Read
+from scalerl.models.weights import joined_digest
 from scalerl.parallel.expert_weights import mark_of_experts, named_tensors
 from scalerl.parallel.experts import Experts
 from scalerl.parallel.layout import Groups, mark
@@ -251,21 +252,10 @@ def _in_memory(tensors: Mapping[str, Tensor], name: str) -> InMemory:
 
 
 def base_digest(model_path: str) -> str:
-    """SHA-256 of the weights of a model directory: of the tensors' names, dtypes, shapes and bytes. Collective.
-
-    Each rank reads a share of the tensors. However they are split over files, it is the same.
-    """
-    digests: dict[str, str] = {}
+    """The `joined_digest` of a model directory. Collective: each rank reads a share of the tensors."""
     with HFWeights(model_path) as weights:
-        for name in weights.names()[dist.get_rank() :: dist.get_world_size()]:
-            stored = weights.unread(name)
-            tensor = stored[:]
-            digest = hashlib.sha256(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().view(torch.uint8).numpy())
-            digests[name] = digest.hexdigest()
-            # What was read stays resident until then.
-            weights.close()
+        mine = weights.names()[dist.get_rank() :: dist.get_world_size()]
+        digests = {name: weights.digest(name) for name in mine}
     parts: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(parts, digests)
-    whole = sorted(item for part in parts for item in part.items())
-    return hashlib.sha256(repr(whole).encode()).hexdigest()
+    return joined_digest({name: digest for part in parts for name, digest in part.items()})
