@@ -84,7 +84,7 @@ def test_training_moves_the_adapter_alone(models: Callable, one_process: Callabl
     assert {name for name in base if not base[name].equal(outcome.weights[name])} == changed
 
 
-def measure(model_path: str, sizes: dict[str, int], options: dict[str, Any]) -> Any:
+def measure(model_path: str, sizes: dict[str, Any], options: dict[str, Any]) -> Any:
     """Log-probs of the batch's rows of this rank, and the gradients of the adapter of their sum, on rank 0."""
     from scalerl.batch.data_proto import DataProto, Jagged
     from scalerl.config.schema import MegatronConfig, OptimConfig
@@ -109,7 +109,7 @@ def measure(model_path: str, sizes: dict[str, int], options: dict[str, Any]) -> 
     # In the place of the adapter its gradients leave the engine.
     with torch.no_grad():
         for parameter in (p for chunk in engine.chunks for p in chunk.parameters() if p.requires_grad):
-            parameter.copy_(parameter.main_grad)
+            parameter.copy_(getattr(parameter, "main_grad"))  # noqa: B009
     gradients = {name: tensor.clone() for name, tensor in engine.export_adapter()}
     return outputs["logprobs"].values, of_base["logprobs"].values, gradients
 
