@@ -25,7 +25,16 @@ from scalerl.models.adapters import (
 )
 from tests.dist.launch import run_ranks
 from tests.dist.layouts import LAYOUTS, MIXTURE_LAYOUTS, ONE
-from tests.dist.test_layout_invariance import LENGTHS, TEMPERATURE, Outcome, assert_same, make_model, relative, run
+from tests.dist.test_layout_invariance import (
+    LENGTHS,
+    OVERLAPS,
+    TEMPERATURE,
+    Outcome,
+    assert_same,
+    make_model,
+    relative,
+    run,
+)
 from tests.lanes import full, mostly_full
 from tests.tiny_models import load_tiny_model
 
@@ -71,6 +80,27 @@ def one_process(models: Callable) -> Callable[[str], Outcome]:
 def test_layout(models: Callable, one_process: Callable[[str], Outcome], family: str, layout: str) -> None:
     path, adapter = models(family)
     assert_same(run(path, (LAYOUTS | OF_EXPERTS)[layout], adapter=adapter), one_process(family))
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "options"),
+    [
+        ("qwen3_moe", "one", {"recompute_granularity": "full"}),
+        full("qwen3_moe", "pp2_dp2", {"recompute_granularity": "full"}),
+        full("qwen3_moe", "one", {"recompute_granularity": "selective"}),
+        full("qwen3", "tp2", {"sequence_parallel": False}),
+        full("qwen3", "tp2_dp2", {"use_distributed_optimizer": False}),
+        full("qwen3_moe", "tp2_dp2", {"ddp": OVERLAPS[0]}),
+        full("qwen3_moe", "dp2", {"ddp": OVERLAPS[1]}),
+        full("qwen3", "pp2_dp2", {"ddp": OVERLAPS[1]}),
+    ],
+)
+def test_options_change_no_number(
+    models: Callable, one_process: Callable[[str], Outcome], family: str, layout: str, options: dict[str, Any]
+) -> None:
+    """Recompute from an embedding that has no gradient; parameters that come when a layer asks for them."""
+    path, adapter = models(family)
+    assert_same(run(path, (LAYOUTS | {"one": ONE})[layout], adapter=adapter, **options), one_process(family))
 
 
 def test_training_moves_the_adapter_alone(models: Callable, one_process: Callable[[str], Outcome]) -> None:
