@@ -60,7 +60,11 @@ def processes(pytestconfig: pytest.Config) -> Iterator[Processes]:
 @pytest.fixture
 def peft(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Another implementation of adapters, which lies apart from what scalerl needs: .ci/run installs it."""
+    from transformers.utils import is_peft_available
+
     monkeypatch.syspath_prepend(str(Path(sys.prefix, "optional/peft")))
+    # transformers keeps the answer.
+    is_peft_available.cache_clear()
     return pytest.importorskip("peft")
 
 

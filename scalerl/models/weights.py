@@ -195,7 +195,7 @@ class HFWeights:
 
         tensor = self._slice(name)[:]
         digest = hashlib.sha256(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().view(torch.uint8).numpy())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
         # What was read stays resident until then.
         self.close()
         return digest.hexdigest()
