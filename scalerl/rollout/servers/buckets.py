@@ -274,11 +274,12 @@ _PythonPickler: Any = vars(pickle)["_Pickler"]
 
 
 class _SglangPickler(_PythonPickler):
-    """Pickles tensors by shared memory (as torch.multiprocessing does), and `BucketEntry` as sglang's class."""
+    """Pickles `BucketEntry` as sglang's class, and tensors by shared memory (as torch.multiprocessing does) or values."""
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, *, by_value: bool = False) -> None:
         super().__init__(file, protocol=pickle.DEFAULT_PROTOCOL)
-        self.dispatch_table = {**copyreg.dispatch_table, **vars(ForkingPickler)["_extra_reducers"]}
+        shared = {} if by_value else vars(ForkingPickler)["_extra_reducers"]
+        self.dispatch_table = {**copyreg.dispatch_table, **shared}
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
         if obj is not BucketEntry:
@@ -295,23 +296,46 @@ def flattened_text(named_tensors: NamedTensors) -> str:
     return _sglang_text(*flat_bucket(named_tensors))
 
 
+def adapter_texts(named_tensors: NamedTensors, num_ranks: int, *, by_value: bool) -> list[str]:
+    """An adapter's tensors, on a CPU, as one text in sglang's format for each rank of a server.
+
+    by_value: the texts have the values, for a server of another machine; else a handle of shared memory.
+    """
+    if not by_value:
+        flat, entries = flat_bucket(named_tensors)
+        return [_sglang_text(flat, entries) for _ in range(num_ranks)]
+    entries, num_bytes = flat_layout([(name, tensor.shape, tensor.dtype) for name, tensor in named_tensors])
+    flat = torch.empty(num_bytes, dtype=torch.uint8)
+    for (_, view), (_, tensor) in zip(bucket_views(flat, entries), named_tensors, strict=True):
+        view.copy_(tensor.detach())
+    return [_text(_dumped({"flattened_tensor": flat, "metadata": list(entries)}, by_value=True))] * num_ranks
+
+
 def _sglang_text(flat: Tensor, entries: Sequence[BucketEntry]) -> str:
     if flat.is_cuda:
         # Names the device by its UUID, as sender and server may see devices in different orders.
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
         monkey_patch_torch_reductions()
-    return base64.b64encode(_dump({"flattened_tensor": flat, "metadata": list(entries)})).decode("ascii")
+    return _text(_dump({"flattened_tensor": flat, "metadata": list(entries)}))
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _dumped(content: Any, *, by_value: bool = False) -> bytes:
+    file = io.BytesIO()
+    _SglangPickler(file, by_value=by_value).dump(content)
+    return file.getvalue()
 
 
 def _dump(content: Any) -> bytes:
-    file = io.BytesIO()
     with _sharing:
         # The other strategy passes file descriptors over a socket that only related processes can open.
         strategy = torch.multiprocessing.get_sharing_strategy()
         torch.multiprocessing.set_sharing_strategy("file_system")
         try:
-            _SglangPickler(file).dump(content)
+            return _dumped(content)
         finally:
             torch.multiprocessing.set_sharing_strategy(strategy)
-    return file.getvalue()

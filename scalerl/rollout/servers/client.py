@@ -11,7 +11,7 @@ import http.client
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -23,6 +23,7 @@ from scalerl.rollout.servers.engines import ENGINES
 from scalerl.rollout.servers.engines.base import Call
 from scalerl.rollout.servers.purpose import POLICY, Purpose
 from scalerl.rollout.servers.requests import (
+    VERSION_MARK,
     GenerateOutput,
     GenerateRequest,
     RolloutError,
@@ -36,6 +37,7 @@ from scalerl.rollout.servers.requests import (
 if TYPE_CHECKING:
     import torch
 
+    from scalerl.rollout.servers.buckets import NamedTensors
     from scalerl.rollout.servers.checksums import ExpectedChecksums
 
 __all__ = [
@@ -93,7 +95,7 @@ class RolloutClient:
     max_concurrency: samples in flight at a time; the default, as that of timeout_s, is for direct use: a run's clients
         are made by `ClientSettings`, with what its configuration says.
     max_model_len: tokens of prompt + response; max_new_tokens is cut to fit.
-    purpose: for errors.
+    purpose: for errors.  adapter: of its requests, as `GenerateRequest.adapter`.
     timeout_s: for one request, its time in the server's queue included.
     """
 
@@ -107,9 +109,10 @@ class RolloutClient:
         timeout_s: float = RolloutConfig.request_timeout_s,
         max_concurrency: int = RolloutConfig.max_num_seqs,
         purpose: Purpose = POLICY,
+        adapter: str | None = None,
     ) -> None:
         self.url = url.rstrip("/")
-        self.engine = ENGINES[engine]
+        self.engine, self.adapter = ENGINES[engine], adapter
         self.key = key
         self.max_model_len = max_model_len
         self.timeout_s, self.purpose = timeout_s, purpose
@@ -144,6 +147,8 @@ class RolloutClient:
         the rest is given up then.
         """
         check_request(request, self.max_model_len)
+        if self.adapter is not None:
+            request = replace(request, adapter=self.adapter)
         who = f"request {request.request_id!r}"
         slots = slots_of(request, self.max_model_len)
         async with self.connected():
@@ -257,6 +262,25 @@ class RolloutClient:
         """
         self.ask(self.engine.update_weights_from_disk(directory, policy_version=policy_version))
 
+    def load_adapter(
+        self, name: str, policy_version: int, config: Mapping[str, Any], named: NamedTensors, **how: Any
+    ) -> None:
+        """Has the server load a version of an adapter, which requests that begin from now on have.
+
+        config: of its adapter_config.json.  named, how: as `Engine.load_adapter`.
+        It forgets all other versions but the newest so far: no request can have one of these any more.
+        """
+        version = f"{name}{VERSION_MARK}{policy_version}"
+        held = [other for other in self.adapters() if other.rpartition(VERSION_MARK)[0] == name]
+        for other in held:
+            if other == version or other != held[-1]:
+                self.ask(self.engine.unload_adapter(other))
+        self.ask(self.engine.load_adapter(version, config, named, **how))
+
+    def adapters(self) -> list[str]:
+        """The versions of adapters that the server has, the newest last."""
+        return self.engine.read_adapters(self.ask(self.engine.adapters()))
+
     def end_weight_update(self, policy_version: int) -> None:
         """Closes the session of a weight update; samples from now on carry `policy_version`."""
         if self._has_session:
@@ -368,12 +392,14 @@ class ClientSettings:
     """The settings of all clients of a set of servers, in any process.
 
     timeout_s, max_concurrency (samples in flight): from the configuration, so that neither has a default here.
+    adapter: as `RolloutClient` has it.
     """
 
     purpose: Purpose
     max_model_len: int
     timeout_s: float
     max_concurrency: int
+    adapter: str | None = None
 
     def client(self, replica: Replica) -> RolloutClient:
         return RolloutClient(
@@ -384,4 +410,5 @@ class ClientSettings:
             timeout_s=self.timeout_s,
             max_concurrency=self.max_concurrency,
             purpose=self.purpose,
+            adapter=self.adapter,
         )
