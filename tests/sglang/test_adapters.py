@@ -3,6 +3,7 @@ oracle."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -16,12 +17,14 @@ from torch import Tensor
 
 from scalerl.models import ModelShape
 from scalerl.models.adapters import PEFT_PREFIX, Adapter, adapter_config, adapter_shapes, projections
+from scalerl.rollout.dispatcher import generate_samples
 from scalerl.rollout.servers.checksums import checksum_differences
-from scalerl.rollout.servers.client import GenerateOutput, GenerateRequest, SamplingParams
+from scalerl.rollout.servers.client import ClientSettings, GenerateOutput, GenerateRequest, Replica, SamplingParams
 from scalerl.rollout.servers.engines import ENGINES
+from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.servers.requests import POLICY_ADAPTER
 from tests.served_weights import expected_checksums
-from tests.sglang.conftest import PROMPTS, Engine, Model, make_model
+from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, Engine, Model, make_model
 
 TWO_CORES = pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < 2, reason="SGLang on CPU binds each rank to a core of its own"
@@ -142,10 +145,14 @@ def test_versions_follow_each_other_beside_the_model(engine: Engine, dense: Mode
 def test_a_running_request_keeps_its_version(engine: Engine, dense: Model, tmp_path: Path) -> None:
     old, new = (make_version(tmp_path / str(number), dense, number) for number in (11, 12))
     old.load(engine, 1)
+    # All requests of this client have the adapter.
+    settings = ClientSettings(POLICY, MAX_MODEL_LEN, 120.0, 16, adapter=POLICY_ADAPTER)
+    client = settings.client(Replica(engine.client.url, "sglang", 1, engine.client.key))
     running: list[GenerateOutput] = []
-    thread = threading.Thread(target=lambda: running.extend(ask(engine, POLICY_ADAPTER, LONG)))
+    long = requests_for(None, LONG)
+    thread = threading.Thread(target=lambda: running.extend(asyncio.run(generate_samples([client], long))))
     thread.start()
-    first, *_ = ask(engine, POLICY_ADAPTER, replace(GREEDY, max_new_tokens=1))
+    ask(engine, POLICY_ADAPTER, replace(GREEDY, max_new_tokens=1))
     new.load(engine, 1)
     assert thread.is_alive()
     assert_samples_are_of(new.merged, ask(engine, POLICY_ADAPTER))

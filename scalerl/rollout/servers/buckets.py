@@ -274,7 +274,7 @@ _PythonPickler: Any = vars(pickle)["_Pickler"]
 
 
 class _SglangPickler(_PythonPickler):
-    """Pickles `BucketEntry` as sglang's class, and tensors by shared memory (as torch.multiprocessing does) or values."""
+    """Pickles `BucketEntry` as the class of sglang, and tensors by shared memory, as torch does, or by value."""
 
     def __init__(self, file: io.BytesIO, *, by_value: bool = False) -> None:
         super().__init__(file, protocol=pickle.DEFAULT_PROTOCOL)
