@@ -18,6 +18,7 @@ from torch import Tensor
 from scalerl.models import ModelShape
 from scalerl.models.adapters import PEFT_PREFIX, Adapter, adapter_config, adapter_shapes, projections
 from scalerl.rollout.dispatcher import generate_samples
+from scalerl.rollout.servers.buckets import Bucket
 from scalerl.rollout.servers.checksums import checksum_differences
 from scalerl.rollout.servers.client import ClientSettings, GenerateOutput, GenerateRequest, Replica, SamplingParams
 from scalerl.rollout.servers.engines import ENGINES
@@ -44,8 +45,9 @@ class Version:
     merged: Model
 
     def load(self, engine: Engine, tp_size: int, *, by_value: bool = False) -> None:
-        config, named = adapter_config(self.adapter), list(self.tensors.items())
-        engine.client.load_adapter(POLICY_ADAPTER, self.number, config, named, num_ranks=tp_size, by_value=by_value)
+        bucket = Bucket(list(self.tensors.items()), by_value=by_value)
+        blobs = [ENGINES["sglang"].serialize(bucket) for _ in range(tp_size)]
+        engine.client.load_adapter(POLICY_ADAPTER, self.number, adapter_config(self.adapter), blobs)
 
 
 def make_version(path: Path, model: Model, number: int, targets: tuple[str, ...] | None = None) -> Version:

@@ -25,7 +25,7 @@ from scalerl.rollout.servers.client import ClientSettings, Replica, RolloutClien
 from scalerl.rollout.servers.engines import ENGINES
 from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.servers.recovery import LostServer
-from scalerl.rollout.servers.requests import GenerateRequest, RolloutError, SamplingParams
+from scalerl.rollout.servers.requests import POLICY_ADAPTER, GenerateRequest, RolloutError, SamplingParams
 from scalerl.rollout.servers.server_set import ServerSet, continue_generation, pause
 from scalerl.rollout.sync.handover import Part, Point, check_room
 from scalerl.rollout.sync.session import Step, SyncOrder
@@ -78,6 +78,7 @@ class PolicyServers:
         self.routing = None
         if config.algorithm.routing_replay is not None:
             self.routing = RoutingShape.of(ModelShape.from_hf(self.model.path))
+        self.adapter = served_adapter(config)
         max_model_len = config.data.max_prompt_length + config.data.max_response_length
         self.timeout_s = config.trainer.timeout_s
         self.num_syncs = 0
@@ -99,6 +100,7 @@ class PolicyServers:
             single_node=single_node,
             synced=True,
             returns_experts=self.routing is not None,
+            adapter=self.adapter,
             releases_memory=self.rollout.free_cache_engine,
             first_step=first_step,
         )
@@ -116,7 +118,10 @@ class PolicyServers:
             require_experts(self.server_set.clients[0], self.routing, self.model.path)
         self.workers, self.rollout_workers = workers, rollout_workers
         self.orders = {index: self._new_order(index) for index in range(len(self.replicas))}
-        rollout_workers.connect(self.replicas, self.server_set.settings, self.rollout.seed)
+        settings = self.server_set.settings
+        if self.adapter is not None:
+            settings = replace(settings, adapter=POLICY_ADAPTER)
+        rollout_workers.connect(self.replicas, settings, self.rollout.seed)
         workers.call(
             WeightSource.connect_rollout,
             self.replicas,
@@ -131,6 +136,7 @@ class PolicyServers:
             shares_devices=not self.owns_devices,
             hands_over=self._hands_over,
             keep_less=ENGINES[self.rollout.name].keep_less,
+            adapter=self.adapter,
         )
 
     def _weights_directory(self) -> str | None:

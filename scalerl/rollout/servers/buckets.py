@@ -48,10 +48,12 @@ class Bucket:
     """A bucket of weights.
 
     named: (HF name, tensor).  shared: their place in memory that servers of this machine map; None: they are elsewhere.
+    by_value: its text has the values, for a server that may be on another machine.
     """
 
     named: NamedTensors
     shared: BucketPlace | None = None
+    by_value: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -237,9 +239,13 @@ def flat_bucket(named_tensors: NamedTensors) -> tuple[Tensor, list[BucketEntry]]
     """Copies tensors into uint8 [bytes], on a CPU in shared memory; returns it and its entries."""
     entries, num_bytes = flat_layout([(name, tensor.shape, tensor.dtype) for name, tensor in named_tensors])
     flat = _memory_for_a_server(num_bytes, named_tensors[0][1].device)
+    _fill(flat, entries, named_tensors)
+    return flat, entries
+
+
+def _fill(flat: Tensor, entries: Sequence[BucketEntry], named_tensors: NamedTensors) -> None:
     for (_, view), (_, tensor) in zip(bucket_views(flat, entries), named_tensors, strict=True):
         view.copy_(tensor.detach())
-    return flat, entries
 
 
 def shared_bytes(num_bytes: int) -> Tensor:
@@ -296,19 +302,12 @@ def flattened_text(named_tensors: NamedTensors) -> str:
     return _sglang_text(*flat_bucket(named_tensors))
 
 
-def adapter_texts(named_tensors: NamedTensors, num_ranks: int, *, by_value: bool) -> list[str]:
-    """An adapter's tensors, on a CPU, as one text in sglang's format for each rank of a server.
-
-    by_value: the texts have the values, for a server of another machine; else a handle of shared memory.
-    """
-    if not by_value:
-        flat, entries = flat_bucket(named_tensors)
-        return [_sglang_text(flat, entries) for _ in range(num_ranks)]
+def text_of_values(named_tensors: NamedTensors) -> str:
+    """Tensors with their values as text in sglang's format, which a server on another machine can read too."""
     entries, num_bytes = flat_layout([(name, tensor.shape, tensor.dtype) for name, tensor in named_tensors])
     flat = torch.empty(num_bytes, dtype=torch.uint8)
-    for (_, view), (_, tensor) in zip(bucket_views(flat, entries), named_tensors, strict=True):
-        view.copy_(tensor.detach())
-    return [_text(_dumped({"flattened_tensor": flat, "metadata": list(entries)}, by_value=True))] * num_ranks
+    _fill(flat, entries, named_tensors)
+    return _text(_dumped({"flattened_tensor": flat, "metadata": entries}, by_value=True))
 
 
 def _sglang_text(flat: Tensor, entries: Sequence[BucketEntry]) -> str:

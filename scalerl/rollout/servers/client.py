@@ -37,7 +37,6 @@ from scalerl.rollout.servers.requests import (
 if TYPE_CHECKING:
     import torch
 
-    from scalerl.rollout.servers.buckets import NamedTensors
     from scalerl.rollout.servers.checksums import ExpectedChecksums
 
 __all__ = [
@@ -262,12 +261,10 @@ class RolloutClient:
         """
         self.ask(self.engine.update_weights_from_disk(directory, policy_version=policy_version))
 
-    def load_adapter(
-        self, name: str, policy_version: int, config: Mapping[str, Any], named: NamedTensors, **how: Any
-    ) -> None:
+    def load_adapter(self, name: str, policy_version: int, config: Mapping[str, Any], blobs: Sequence[str]) -> None:
         """Has the server load a version of an adapter, which requests that begin from now on have.
 
-        config: of its adapter_config.json.  named, how: as `Engine.load_adapter`.
+        config: of its adapter_config.json.  blobs: `Engine.serialize` once per engine rank.
         It forgets all other versions but the newest so far: no request can have one of these any more.
         """
         version = f"{name}{VERSION_MARK}{policy_version}"
@@ -275,7 +272,7 @@ class RolloutClient:
         for other in held:
             if other == version or other != held[-1]:
                 self.ask(self.engine.unload_adapter(other))
-        self.ask(self.engine.load_adapter(version, config, named, **how))
+        self.ask(self.engine.load_adapter(version, config, blobs))
 
     def adapters(self) -> list[str]:
         """The versions of adapters that the server has, the newest last."""

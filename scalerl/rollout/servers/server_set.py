@@ -20,6 +20,7 @@ from scalerl.cluster.failures import values_of
 from scalerl.cluster.pools import ActorSpec, PooledActor, ResourcePool
 from scalerl.config.schema import ModelConfig, ServerConfig
 from scalerl.config.servers import ReplicaRoom, quantization_of
+from scalerl.models.adapters import Adapter
 from scalerl.rollout.servers.client import ClientSettings, Replica, RolloutClient
 from scalerl.rollout.servers.engines import ENGINES, Launch
 from scalerl.rollout.servers.host import ServerHost, process_key
@@ -93,6 +94,7 @@ class ServerSet:
         owns_devices: bool = False,
         synced: bool = False,
         returns_experts: bool = False,
+        adapter: Adapter | None = None,
         releases_memory: bool = False,
         first_step: int = 0,
     ) -> None:
@@ -101,7 +103,7 @@ class ServerSet:
         settings: of the clients that ask the servers.
         gpu_ids: of the ranks that hold the pool's devices; None on a CPU, and where the servers own the devices.
         owns_devices: the servers take the pool's devices, which nobody else has.
-        first_step: as `server_seed`.  releases_memory, returns_experts: as `Launch`.
+        first_step: as `server_seed`.  releases_memory, returns_experts, adapter: as `Launch`.
         synced: a trainer gives them weights, so servers that served another such run may be used.
         single_node: whether all processes that ask them, this one too, are on their machine.
         """
@@ -131,6 +133,7 @@ class ServerSet:
             releases_memory=releases_memory,
             synced=synced,
             returns_experts=returns_experts,
+            adapter=adapter,
         )
 
     def start(self) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from scalerl.config.schema import ServerConfig
     from scalerl.models import ModelShape
     from scalerl.models.adapters import Adapter
-    from scalerl.rollout.servers.buckets import Bucket, NamedTensors
+    from scalerl.rollout.servers.buckets import Bucket
     from scalerl.rollout.servers.checksums import Placement
 
 Command = tuple[list[str], dict[str, str]]
@@ -281,18 +281,13 @@ class Engine(ABC):
     def read_adapters(self, answer: Any) -> list[str]:
         return [model["id"] for model in answer["data"] if model.get("parent")]
 
-    def load_adapter(
-        self, name: str, config: Mapping[str, Any], named: NamedTensors, *, num_ranks: int, by_value: bool
-    ) -> Call:
+    def load_adapter(self, name: str, config: Mapping[str, Any], blobs: Sequence[str]) -> Call:
         """Loads an adapter under a new name.  config: of its adapter_config.json.
 
-        named: its tensors by peft's names, on a CPU.  num_ranks: of the server.  by_value: it is on another machine.
+        blobs: `serialize` of its tensors by peft's names, once per engine rank.
         """
-        from scalerl.rollout.servers.buckets import adapter_texts
-
-        body: dict[str, Any] = {"lora_name": name, "config_dict": dict(config), "load_format": FLATTENED}
-        texts = adapter_texts(named, num_ranks, by_value=by_value)
-        return Call("/load_lora_adapter_from_tensors", body | {"serialized_named_tensors": texts})
+        body = {"lora_name": name, "config_dict": dict(config), "load_format": FLATTENED}
+        return Call("/load_lora_adapter_from_tensors", body | {"serialized_named_tensors": list(blobs)})
 
     def unload_adapter(self, name: str) -> Call:
         return Call("/unload_lora_adapter", {"lora_name": name})

@@ -194,8 +194,10 @@ class SGLangEngine(Engine):
         A bucket in mapped memory is not copied. The memory is freed when the server has read it; on a CPU, if it never
         does, when this process ends.
         """
-        from scalerl.rollout.servers.buckets import flattened_text
+        from scalerl.rollout.servers.buckets import flattened_text, text_of_values
 
+        if bucket.by_value:
+            return text_of_values(bucket.named)
         return flattened_text(bucket.named) if bucket.shared is None else bucket.shared.serialize()
 
     def update_weights(self, blobs: Sequence[str], *, policy_version: int | None, is_mapped: bool) -> Call:
