@@ -104,21 +104,26 @@ def adapter_params(shape: ModelShape) -> list[Param]:
 
     Their Hugging Face names are peft's.  shape: with `adapter` set.
     """
-    return [part for param in family_of(shape).params(shape) for part in adapter_parts(param, shape)]
+    return [
+        part
+        for param in family_of(shape).params(shape)
+        for pair in adapter_pairs(param, shape)
+        if pair is not None
+        for part in pair
+    ]
 
 
-def adapter_parts(param: Param, shape: ModelShape) -> list[Param]:
-    """A and B of each projection that one parameter of the model consists of and that has an adapter; [] if none has.
+def adapter_pairs(param: Param, shape: ModelShape) -> list[tuple[Param, Param] | None]:
+    """A and B of each Hugging Face tensor that a parameter of the model consists of; None where it has no adapter.
 
     Tensor parallelism splits A where it splits the columns of the matrix, and B where it splits the rows.
     """
     adapter = shape.adapter
     assert adapter is not None, "a shape with an adapter"
-    parts = []
-    for number, hf in enumerate(param.hf):
-        if _is_projection(param, hf) and _leaf(hf) in adapter.targets:
-            parts += _pair(param, number)
-    return parts
+    return [
+        _pair(param, number) if _is_projection(param, hf) and _leaf(hf) in adapter.targets else None
+        for number, hf in enumerate(param.hf)
+    ]
 
 
 def _pair(param: Param, number: int) -> tuple[Param, Param]:

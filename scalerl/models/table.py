@@ -308,6 +308,10 @@ class Param:
         """Whether the rows come group by group: of query heads, or of a delta net's key heads."""
         return self.kind in ("qkv", "delta")
 
+    def row_groups(self, shape: ModelShape) -> int:
+        """The number of groups that the rows come in, those of each Hugging Face tensor in turn; 1: in no groups."""
+        return self._group_rows(shape)[0] if self._is_grouped else 1
+
     def _group_rows(self, shape: ModelShape) -> tuple[int, list[list[int]]]:
         """The number of groups of the whole tensor, and for each Hugging Face tensor the rows of a group by section."""
         sizes = dim_sizes(shape)

@@ -18,7 +18,7 @@ from torch import Tensor
 from scalerl.parallel.layout import mark
 
 # A parameter of a rank's experts: up to its layer's experts, of which weight, of which expert if it is of one.
-_OF_EXPERTS = re.compile(r"(.*\.experts\.)(linear_fc[12]\.(?:weight|bias))(\d*)")
+_OF_EXPERTS = re.compile(r"(.*\.experts\.)(linear_fc[12]\.(?:weight|bias|\w+\.lora_[AB]))(\d*)")
 
 
 def mark_of_experts(weight: Tensor, *, is_counted: bool = True) -> None:
@@ -88,7 +88,11 @@ def router_biases(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def named_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     """The gradients that megatron's data parallelism has gathered, by name as in `named_tensors`."""
-    return _unstacked((name, getattr(parameter, "main_grad")) for name, parameter in model.named_parameters())  # noqa: B009
+    return _unstacked(
+        (name, getattr(parameter, "main_grad"))  # noqa: B009
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    )
 
 
 def _unstacked(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -78,7 +78,7 @@ def train(model_path: str, sizes: dict[str, int], options: dict[str, Any]) -> An
         recompute_granularity=options.get("recompute_granularity"),
     )
     optim = OptimConfig(lr=1e-3, clip_grad=0.5, override_optimizer_config=options.get("optimizer", {}))
-    engine = MegatronEngine(model_path, megatron, groups, optim=optim)
+    engine = MegatronEngine(model_path, megatron, groups, optim=optim, **options.get("adapter", {}))
     for config, given in (
         (engine.config, megatron.override_transformer_config),
         (engine._forward_chunks[0].ddp_config, megatron.override_ddp_config),
@@ -115,6 +115,8 @@ def train(model_path: str, sizes: dict[str, int], options: dict[str, Any]) -> An
     objective = PolicyObjective(config, num_loss_tokens=num_loss_tokens, num_sequences=len(LENGTHS))
     updates = [engine.update(shard, micro_batches, objective, temperature=TEMPERATURE) for _ in range(NUM_UPDATES)]
     weights = {name: tensor.clone().cpu() for bucket in engine.export_buckets(20_000) for name, tensor in bucket}
+    if options.get("adapter"):
+        weights |= {name: tensor.clone().cpu() for name, tensor in engine.export_adapter()}
     per_row = {name: {row: column[i].clone() for i, row in enumerate(mine)} for name, column in outputs.items()}
     return per_row, updates, weights
 
@@ -132,9 +134,10 @@ def joined(ranks: list[Any]) -> Outcome:
         for name, rows in per_row.items():
             collected[name].update(rows)
     updates = next(updates for _, updates, _ in ranks if "actor/pg_loss" in updates[0])
+    whole = ranks[0][2]
     for _, _, weights in ranks[1:]:
-        assert all(torch.equal(weights[name], ranks[0][2][name]) for name in weights), "ranks export different weights"
-    return Outcome(collected["logprobs"], collected["entropy"], updates, ranks[0][2])
+        assert all(torch.equal(tensor, whole[name]) for name, tensor in weights.items()), "ranks export other weights"
+    return Outcome(collected["logprobs"], collected["entropy"], updates, whole)
 
 
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
