@@ -4,6 +4,7 @@ oracle."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from scalerl.models import ModelShape
-from scalerl.models.adapters import PEFT_PREFIX, Adapter, adapter_config, adapter_shapes, projections
+from scalerl.models.adapters import PEFT_PREFIX, Adapter, adapter_config, adapter_shapes, projections, write_peft
 from scalerl.rollout.dispatcher import generate_samples
 from scalerl.rollout.servers.buckets import Bucket
 from scalerl.rollout.servers.checksums import checksum_differences
@@ -24,6 +25,7 @@ from scalerl.rollout.servers.client import ClientSettings, GenerateOutput, Gener
 from scalerl.rollout.servers.engines import ENGINES
 from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.servers.requests import POLICY_ADAPTER
+from tests.gpu.isolated import run_isolated_ranks
 from tests.served_weights import expected_checksums
 from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, Engine, Model, make_model
 
@@ -193,5 +195,77 @@ def test_an_adapter_of_every_family(
         assert_samples_are_of(new.merged, both[: len(PROMPTS)])
         assert_samples_are_of(model, both[len(PROMPTS) :])
         assert differences(engine, model, new, tp_size, own) == []
+    finally:
+        engine.server.stop()
+
+
+def sync_adapter(
+    model_path: str, adapter: Adapter, adapter_path: str, replica: Replica, own_tp_size: int
+) -> tuple[int, str]:
+    """Runs on each rank: sends an adapter as version 41; then again, once a weight of the model below it differs.
+
+    Returns how many bytes were sent, and the error of the second time.
+    """
+    from scalerl.config.schema import MegatronConfig
+    from scalerl.parallel.engine import MegatronEngine
+    from scalerl.parallel.layout import Layout, initialize
+    from scalerl.rollout.sync.weight_sync import WeightSync, WeightSyncError
+
+    layout = Layout(int(os.environ["WORLD_SIZE"]), tp_size=own_tp_size)
+    groups = initialize(layout, backend="gloo", timeout_s=120, seed=1)
+    config = MegatronConfig(dtype="float32", tensor_model_parallel_size=own_tp_size)
+    engine = MegatronEngine(model_path, config, groups, optim=None, adapter=adapter, adapter_path=adapter_path)
+    served = ENGINES["sglang"].served_adapter(adapter, engine.shape)
+    model_config = json.loads((Path(model_path) / "config.json").read_text())
+    sync = WeightSync(engine, [replica], model_config, bucket_bytes=100_000, timeout_s=120.0, adapter=served)
+    report = sync.sync(41, verify=True)
+    with torch.no_grad():
+        dict(engine.chunks[0].named_parameters())["decoder.layers.1.input_layernorm.weight"][3] += 1e-3
+    try:
+        sync.sync(42, verify=True)
+    except WeightSyncError as error:
+        return report.num_bytes, str(error)
+    return report.num_bytes, ""
+
+
+def check_sync(
+    engine: Engine, version: Version, path: Path, targets: tuple[str, ...], tp_size: int, world: int
+) -> None:
+    """targets: those that the trainer has; the server has others too, which are zero."""
+    shape = ModelShape.from_hf(path)
+    adapter = replace(version.adapter, targets=targets)
+    mine = adapter_shapes(shape, adapter)
+    write_peft(version.merged.path / "adapter", adapter, {name: version.tensors[name] for name in mine})
+    replica = Replica(engine.client.url, "sglang", tp_size, engine.client.key)
+    directory = str(version.merged.path / "adapter")
+    answers = run_isolated_ranks(world, sync_adapter, str(path), adapter, directory, replica, world, device="cpu")
+    sizes = {num_bytes for num_bytes, _ in answers}
+    assert sum(4 * tensor.numel() for tensor in version.tensors.values()) in sizes
+    (error,) = {error for _, error in answers if error}
+    assert f"does not serve policy version 42: {tp_size} tensors differ" in error
+    assert "model.layers.1.input_layernorm.weight: trainer" in error
+    outputs = ask(engine, POLICY_ADAPTER)
+    assert_samples_are_of(version.merged, outputs)
+    assert {output.policy_version for output in outputs} == {42}
+
+
+def test_a_trainer_sends_its_adapter_and_proves_the_model_below_it(
+    engine: Engine, dense: Model, tmp_path: Path
+) -> None:
+    targets = ("k_proj", "o_proj", "up_proj")
+    version = make_version(tmp_path / "sent", dense, 31, targets=targets)
+    check_sync(engine, version, dense.path, targets, 1, 1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@TWO_CORES
+def test_two_ranks_send_an_adapter_to_two(start_engine: Callable[..., Engine], tmp_path: Path, family: str) -> None:
+    widths = {"moe_intermediate_size": 128} if family == "qwen3_moe" else {}
+    model = Model.load(make_model(tmp_path / "model", family, 0, **widths))
+    version = make_version(tmp_path / "sent", model, 1)
+    engine = start_engine("sglang", model.path, tp_size=2, adapter=version.adapter)
+    try:
+        check_sync(engine, version, model.path, version.adapter.targets, 2, 2)
     finally:
         engine.server.stop()

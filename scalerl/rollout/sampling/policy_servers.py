@@ -18,6 +18,7 @@ from scalerl.config.schema import PPOConfig
 from scalerl.config.servers import weight_directory
 from scalerl.errors import UserError
 from scalerl.models import ModelShape
+from scalerl.models.adapters import Adapter
 from scalerl.models.routing import RoutingShape
 from scalerl.rollout.dispatcher import generate_samples, max_in_flight
 from scalerl.rollout.sampling.rollout_workers import RolloutWorkers
@@ -78,7 +79,8 @@ class PolicyServers:
         self.routing = None
         if config.algorithm.routing_replay is not None:
             self.routing = RoutingShape.of(ModelShape.from_hf(self.model.path))
-        self.adapter = served_adapter(config)
+        # None: servers take all weights.
+        self.adapter: Adapter | None = None
         max_model_len = config.data.max_prompt_length + config.data.max_response_length
         self.timeout_s = config.trainer.timeout_s
         self.num_syncs = 0
