@@ -150,8 +150,8 @@ def test_a_running_request_keeps_its_version(engine: Engine, dense: Model, tmp_p
     old, new = (make_version(tmp_path / str(number), dense, number) for number in (11, 12))
     old.load(engine, 1)
     # All requests of this client have the adapter.
-    settings = ClientSettings(POLICY, MAX_MODEL_LEN, 120.0, 16, adapter=POLICY_ADAPTER)
-    client = settings.client(Replica(engine.client.url, "sglang", 1, engine.client.key))
+    replica = Replica(engine.client.url, "sglang", 1, engine.client.key, adapter=POLICY_ADAPTER)
+    client = ClientSettings(POLICY, MAX_MODEL_LEN, 120.0, 16).client(replica)
     running: list[GenerateOutput] = []
     long = requests_for(None, LONG)
     thread = threading.Thread(target=lambda: running.extend(asyncio.run(generate_samples([client], long))))

@@ -26,7 +26,7 @@ from scalerl.rollout.servers.client import ClientSettings, Replica, RolloutClien
 from scalerl.rollout.servers.engines import ENGINES
 from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.servers.recovery import LostServer
-from scalerl.rollout.servers.requests import POLICY_ADAPTER, GenerateRequest, RolloutError, SamplingParams
+from scalerl.rollout.servers.requests import GenerateRequest, RolloutError, SamplingParams
 from scalerl.rollout.servers.server_set import ServerSet, continue_generation, pause
 from scalerl.rollout.sync.handover import Part, Point, check_room
 from scalerl.rollout.sync.session import Step, SyncOrder
@@ -117,13 +117,12 @@ class PolicyServers:
         """Waits until all servers answer, then connects them to the rollout workers and the trainer's ranks."""
         self.server_set.wait_ready()
         if self.routing is not None:
-            require_experts(self.server_set.clients[0], self.routing, self.model.path)
+            # No adapter has been loaded yet.
+            client = self.server_set.settings.client(replace(self.replicas[0], adapter=None))
+            require_experts(client, self.routing, self.model.path)
         self.workers, self.rollout_workers = workers, rollout_workers
         self.orders = {index: self._new_order(index) for index in range(len(self.replicas))}
-        settings = self.server_set.settings
-        if self.adapter is not None:
-            settings = replace(settings, adapter=POLICY_ADAPTER)
-        rollout_workers.connect(self.replicas, settings, self.rollout.seed)
+        rollout_workers.connect(self.replicas, self.server_set.settings, self.rollout.seed)
         workers.call(
             WeightSource.connect_rollout,
             self.replicas,

@@ -63,6 +63,7 @@ class Replica:
 
     tp_size: its ranks, each of which takes a copy of each bucket.  key: the key that its clients must have.
     engine_kwargs: of its configuration.  quantization: of the weights that its server takes (`rollout.quantization`).
+    adapter: of its clients' requests, as `GenerateRequest.adapter`.
     """
 
     url: str
@@ -71,6 +72,7 @@ class Replica:
     key: str = field(repr=False)
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
     quantization: str | None = None
+    adapter: str | None = None
 
     def expected_checksums(
         self,
@@ -389,14 +391,12 @@ class ClientSettings:
     """The settings of all clients of a set of servers, in any process.
 
     timeout_s, max_concurrency (samples in flight): from the configuration, so that neither has a default here.
-    adapter: as `RolloutClient` has it.
     """
 
     purpose: Purpose
     max_model_len: int
     timeout_s: float
     max_concurrency: int
-    adapter: str | None = None
 
     def client(self, replica: Replica) -> RolloutClient:
         return RolloutClient(
@@ -407,5 +407,5 @@ class ClientSettings:
             timeout_s=self.timeout_s,
             max_concurrency=self.max_concurrency,
             purpose=self.purpose,
-            adapter=self.adapter,
+            adapter=replica.adapter,
         )

@@ -26,7 +26,7 @@ from scalerl.rollout.servers.engines import ENGINES, Launch
 from scalerl.rollout.servers.host import ServerHost, process_key
 from scalerl.rollout.servers.process import ServerNotReadyError, ServerStartError
 from scalerl.rollout.servers.recovery import LostServer
-from scalerl.rollout.servers.requests import RolloutError
+from scalerl.rollout.servers.requests import POLICY_ADAPTER, RolloutError
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +186,8 @@ class ServerSet:
         """
         started = values_of(f"{self.purpose.who} start", self.starting, self.timeout_s)
         tp_size = ENGINES[self.config.name].num_ranks(self.config.tensor_model_parallel_size)
-        own = self.config.engine_kwargs, quantization_of(self.config)
+        adapter = None if self.launch.adapter is None else POLICY_ADAPTER
+        own = self.config.engine_kwargs, quantization_of(self.config), adapter
         self.replicas = [Replica(url, self.config.name, tp_size, key, *own) for url, key in started]
         self.clients = {index: self.settings.client(replica) for index, replica in enumerate(self.replicas)}
         if small := list(small_caches(self.clients, self.config.kv_cache_tokens)):
