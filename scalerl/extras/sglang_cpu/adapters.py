@@ -16,7 +16,7 @@ def register_adapters() -> None:
     experts = "sglang.srt.lora.layers.FusedMoEWithLoRA._forward_with_lora"
     HookRegistry.register(experts, _experts, HookType.REPLACE)
     # SGLang's layers with adapters pin memory of the host whether or not there is a GPU.
-    torch.Tensor.pin_memory = lambda self, *_: self
+    torch.Tensor.pin_memory = lambda self, device=None: self
     for name in ("tensor", "zeros"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
 
