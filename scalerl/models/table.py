@@ -345,6 +345,21 @@ class Param:
             return torch.cat([h[0] for h in halves] + [h[1] for h in halves])
         return torch.cat(list(shards))
 
+    def boxes(
+        self, shape: ModelShape, tp_rank: int, tp_size: int
+    ) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+        """A rank's shard of a matrix as boxes of the joined tensor: (its start in the shard, offsets, sizes)."""
+        rows, columns = self.mcore_shape(shape, tp_size)
+        if self.kind == "row":
+            return [(0, (0, tp_rank * columns), (rows, columns))]
+        if self.kind == "replicated":
+            return [(0, (0, 0), (rows, columns))]
+        # Gate rows of all ranks come before the up rows of all.
+        parts = 2 if self.kind == "gate_up" else 1
+        rows //= parts
+        places = ((part, (part * tp_size + tp_rank) * rows) for part in range(parts))
+        return [(part * rows * columns, (first, 0), (rows, columns)) for part, first in places]
+
     def to_hf(self, full: torch.Tensor, shape: ModelShape) -> dict[str, torch.Tensor]:
         """Splits a joined tensor into contiguous Hugging Face tensors, without vocabulary padding.
 

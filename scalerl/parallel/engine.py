@@ -81,6 +81,7 @@ class MegatronEngine:
         trust_remote_code: bool = False,
     ) -> None:
         self.groups = groups
+        self.model_path = model_path
         self.shape = replace(ModelShape.from_hf(model_path).with_head(head), adapter=adapter)
         self.family = family_of(self.shape)
         self.device = platform.device_type()

@@ -20,6 +20,8 @@ from scalerl.parallel.layout import mark
 # A parameter of a rank's experts: up to its layer's experts, of which weight, of which expert if it is of one.
 _OF_EXPERTS = re.compile(r"(.*\.experts\.)(linear_fc[12]\.(?:weight|bias|\w+\.lora_[AB]))(\d*)")
 
+_OF_ONE = re.compile(r"(.*\.experts\.)local_experts\.(\d+)\.(.*)")
+
 
 def mark_of_experts(weight: Tensor, *, is_counted: bool = True) -> None:
     """Marks a weight of experts, so that megatron sums its gradient over its copies and counts it in the norm.
@@ -79,6 +81,14 @@ def sharded_experts(key: str, weight: Tensor, first: int, groups: Any, sharded_o
 def named_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     """Every tensor that the family tables name, by its name in this model; of stacked experts the view of each one."""
     return _unstacked((name, parameter) for name, parameter in model.named_parameters()) | router_biases(model)
+
+
+def stacked_name(name: str) -> tuple[str, int | None]:
+    """The parameter that has the tensor of this name, as `named_tensors` names it, and its place there if stacked."""
+    if (match := _OF_ONE.fullmatch(name)) is None:
+        return name, None
+    before, expert, weight = match.groups()
+    return f"{before}{weight}", int(expert)
 
 
 def router_biases(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -181,18 +181,20 @@ def _adapt_linear(chunk: torch.nn.Module, param: Param, name: str, shape: ModelS
 
 def _multiply(module: Any, inputs: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """What A and B make of a linear layer's input, split over tp ranks as the layer's own output is."""
-    low = F.linear(inputs, a)
+    # Of two dimensions: with three, how torch rounds depends on whether a pass has gradients.
+    low = F.linear(inputs.flatten(0, -2), a)
+    across: Callable[..., Tensor] | None = None
     if isinstance(module, ColumnParallelLinear):
-        # The gradients of each rank's rows of B are summed.
-        across = (
-            gather_from_sequence_parallel_region if module.sequence_parallel else copy_to_tensor_model_parallel_region
-        )
-        low = across(low, group=module.tp_group)
+        # The gradients that reach it from each rank's rows of B are summed.
+        across = copy_to_tensor_model_parallel_region
+        if module.sequence_parallel:
+            across = gather_from_sequence_parallel_region
     elif isinstance(module, RowParallelLinear):
-        whole = reduce_scatter_to_sequence_parallel_region
-        across = whole if module.sequence_parallel else reduce_from_tensor_model_parallel_region
-        low = across(low, group=module.tp_group)
-    return F.linear(low, b)
+        across = reduce_from_tensor_model_parallel_region
+        if module.sequence_parallel:
+            across = reduce_scatter_to_sequence_parallel_region
+    low = low if across is None else across(low, group=module.tp_group)
+    return F.linear(low, b).unflatten(0, (-1, *inputs.shape[1:-1]))
 
 
 def _adapt_experts(chunk: torch.nn.Module, param: Param, name: str, shape: ModelShape, groups: Groups) -> None:

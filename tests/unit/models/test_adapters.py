@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,13 +31,6 @@ from tests.tiny_models import FAMILIES, make_tiny_model
 
 DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
-
-
-@pytest.fixture
-def peft(monkeypatch):
-    """The package, which lies apart from what scalerl needs."""
-    monkeypatch.syspath_prepend(str(Path(sys.prefix, "optional/peft")))
-    return pytest.importorskip("peft")
 
 
 def tiny(tmp_path: Path, family: str, **sizes) -> Path:
