@@ -17,6 +17,7 @@ from scalerl.cluster.pools import ResourcePool, are_here
 from scalerl.cluster.processes import Lease
 from scalerl.cluster.worker_group import Limit, WorkerGroup, join_ranks
 from scalerl.config import (
+    ModelRole,
     PPOConfig,
     SFTConfig,
     model_roles,
@@ -96,7 +97,7 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, host: RunHost) -> Iterator[Run]:
         lease.add(servers, waits_for_restart=not shares_gpus(cfg, inputs.device))
         rollout = HybridRollout(cfg, servers, {"train": inputs.train, "val": inputs.val}, inputs.tokenizer, judge=judge)
         lease.add(rollout)
-        starts = {"servers": servers.start, "models": lambda: build_models(cfg, groups, phases, inputs.attention)}
+        starts = {"servers": servers.start, "models": lambda: build_models(cfg, inputs, groups, phases)}
         for started in start_order(cfg, inputs.device):
             starts[started]()
         phases.begin("servers")
@@ -196,14 +197,13 @@ def agree_on_attention(
         say(f"attention: {TORCHS_OWN} on all ranks{why}")
 
 
-def build_models(
-    cfg: PPOConfig, groups: dict[str, WorkerGroup], phases: StartPhases, attention: AttentionChoice
-) -> None:
+def build_models(cfg: PPOConfig, inputs: PPOInputs, groups: dict[str, WorkerGroup], phases: StartPhases) -> None:
     """Builds the model of each role on its ranks, after they have joined their process groups.
 
-    The parts of a model that its offload keys name have left the device when this returns.
+    The reference of an actor that trains an adapter is the actor without it, unless it is another model. The parts of
+    a model that its offload keys name have left the device when this returns.
     """
-    join_trainers(distinct_groups(groups), attention, phases.say)
+    join_trainers(distinct_groups(groups), inputs.attention, phases.say)
     phases.begin("model")
     actor, model = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.model
     groups["actor"].call(
@@ -212,19 +212,33 @@ def build_models(
         model.path,
         actor.megatron,
         actor.optim,
+        adapter=inputs.shapes["actor"].adapter,
+        adapter_path=model.lora_adapter_path,
         trust_remote_code=model.trust_remote_code,
     )
     for role in model_roles(cfg):
+        if role.name == "ref" and refers_to_actor(cfg, role):
+            groups["ref"].call(MegatronWorker.refer_to_actor)
+            continue
         assert role.model_path is not None, "validated"
+        is_critic = role.name == "critic"
         groups[role.name].call(
             MegatronWorker.build_engine,
             role.name,
             role.model_path,
             role.megatron,
-            cfg.critic.optim if role.name == "critic" else None,
+            cfg.critic.optim if is_critic else None,
             head=role.head,
+            adapter=inputs.shapes["critic"].adapter if is_critic else None,
+            adapter_path=cfg.critic.model.lora_adapter_path if is_critic else None,
             trust_remote_code=role.trust_remote_code,
         )
+
+
+def refers_to_actor(cfg: PPOConfig, reference: ModelRole) -> bool:
+    """Whether the reference is the actor's model without its adapter, on the actor's ranks."""
+    policy = cfg.actor_rollout_ref
+    return policy.model.lora_rank > 0 and policy.ref.model_path is None and not reference.has_own_pool
 
 
 def start_phases(phases: StartPhases, tracker: Tracking) -> StartPhases:

@@ -115,10 +115,11 @@ def check_memory(
 ) -> PlannedMemory | None:
     """Plans the memory of a run that has no other error, and adds an error if it does not fit its devices.
 
-    On GPUs, sets the KV cache of every replica of the policy as planned.
+    None for a run that trains an adapter, which the plan does not know. On GPUs, sets the KV cache of every replica of
+    the policy as planned.
     """
     wanted = 1 + (len(model_roles(cfg)) if isinstance(cfg, PPOConfig) else 0)
-    if errors.violations or len(shapes) < wanted:
+    if errors.violations or len(shapes) < wanted or any(shape.adapter for shape in shapes.values()):
         return None
     plan_memory: PlanMemory | None = extra("plan_memory")
     planned = None if plan_memory is None else errors.attempt(lambda: plan_memory(cfg, shapes, device))

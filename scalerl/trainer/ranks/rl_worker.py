@@ -97,7 +97,9 @@ class RLWorker(MegatronWorker, WeightSource):
     @phase("ref", "params", role="ref", reads=True)
     def compute_ref_log_prob(self, shard: DataProto, micro_batches: MicroBatches, *, temperature: float) -> Result:
         """Computes column ref_logprobs."""
-        outputs = self.engines["ref"].logprobs(shard, flat(micro_batches), temperature=temperature)
+        reference = self.engines["ref"]
+        with reference.without_adapter():
+            outputs = reference.logprobs(shard, flat(micro_batches), temperature=temperature)
         return {}, DataProto({REF_LOGPROBS.name: outputs["logprobs"]}) if outputs else None
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
