@@ -153,6 +153,13 @@ def replica_violations(
         )
 
 
+def sends_adapter(cfg: PPOConfig) -> bool:
+    """Whether the servers get the policy's adapter alone, beside the model of its files."""
+    model = cfg.actor_rollout_ref.model
+    loads = traits_of(cfg.actor_rollout_ref.rollout.name).loads_adapters
+    return model.lora_rank > 0 and not model.lora.merge and loads
+
+
 def transport_of(cfg: PPOConfig) -> TransportName:
     """The weight transport of a run, with auto replaced by what it stands for."""
     transport = cfg.actor_rollout_ref.rollout.weight_transport

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from scalerl.cluster.pools import ResourcePool
 from scalerl.cluster.worker_group import WorkerGroup
-from scalerl.config import transport_of
+from scalerl.config import sends_adapter, transport_of
 from scalerl.config.schema import PPOConfig
 from scalerl.config.servers import weight_directory
 from scalerl.errors import UserError
 from scalerl.models import ModelShape
-from scalerl.models.adapters import Adapter
 from scalerl.models.routing import RoutingShape
 from scalerl.rollout.dispatcher import generate_samples, max_in_flight
 from scalerl.rollout.sampling.rollout_workers import RolloutWorkers
@@ -57,6 +56,7 @@ class PolicyServers:
         self,
         config: PPOConfig,
         pool: ResourcePool,
+        shape: ModelShape,
         *,
         gpu_ids: Sequence[str] | None,
         log_dir: Path,
@@ -65,6 +65,7 @@ class PolicyServers:
     ) -> None:
         """Prepares the servers; `start` starts them, and `wait_ready` returns when they answer.
 
+        shape: of the policy's model, with its adapter.
         gpu_ids: of each trainer rank's device on its node; None on the CPU, and where `pool` is the servers' own.
         single_node, first_step: as `ServerSet` has them.
         """
@@ -78,9 +79,11 @@ class PolicyServers:
         # None: nobody asks for the experts of tokens.
         self.routing = None
         if config.algorithm.routing_replay is not None:
-            self.routing = RoutingShape.of(ModelShape.from_hf(self.model.path))
-        # None: servers take all weights.
-        self.adapter: Adapter | None = None
+            self.routing = RoutingShape.of(shape)
+        # None: they take all weights.
+        self.adapter = None
+        if sends_adapter(config) and shape.adapter is not None:
+            self.adapter = ENGINES[self.rollout.name].served_adapter(shape.adapter, shape)
         max_model_len = config.data.max_prompt_length + config.data.max_response_length
         self.timeout_s = config.trainer.timeout_s
         self.num_syncs = 0
