@@ -1,4 +1,4 @@
-"""Whole runs that train an adapter with SGLang's servers: they get the adapter alone, or weights that have it in them."""
+"""Whole runs that train an adapter with SGLang: servers get the adapter alone, or weights that have it in them."""
 
 from __future__ import annotations
 
