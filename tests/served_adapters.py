@@ -70,8 +70,8 @@ def make_version(
 
 
 def sync_adapter(model: str, directory: str, adapter: Adapter, replica: Replica, dtype: str) -> tuple[int, str]:
-    """Runs on each rank, as many as the server has: sends an adapter as version 41; then as version 42, where one
-    number of the model below it is another.
+    """Runs on each rank, as many as the server has: sends an adapter as version 41; from one rank then as version 42,
+    where one number of the model below it is another. Of several ranks the others would wait for the one that raises.
 
     directory: of the adapter.  Returns how many bytes were sent, and how the second time failed.
     """
@@ -90,6 +90,8 @@ def sync_adapter(model: str, directory: str, adapter: Adapter, replica: Replica,
     replica = replace(replica, tp_size=num_ranks)
     sync = WeightSync(engine, [replica], model_config, bucket_bytes=100_000, timeout_s=120.0, adapter=served)
     num_bytes = sync.sync(41, verify=True).num_bytes
+    if num_ranks > 1:
+        return num_bytes, ""
     with torch.no_grad():
         dict(engine.chunks[0].named_parameters())["decoder.layers.1.input_layernorm.weight"][3] += 1.0
     try:
