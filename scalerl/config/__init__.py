@@ -15,7 +15,7 @@ from scalerl.config.roles import ModelRole, model_roles, refers_to_actor, uses_c
 from scalerl.config.run_length import decay_to_the_end, too_few_conversations, too_few_prompts, total_steps
 from scalerl.config.save import flatten, save_resolved
 from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig
-from scalerl.config.servers import transport_of
+from scalerl.config.servers import sends_adapter, transport_of
 
 __all__ = [
     "Composed",
@@ -46,6 +46,7 @@ __all__ = [
     "refuse_same_output",
     "run_jobs",
     "save_resolved",
+    "sends_adapter",
     "server_violations",
     "too_few_conversations",
     "too_few_prompts",

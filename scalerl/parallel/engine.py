@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial, reduce
@@ -438,20 +438,20 @@ class MegatronEngine:
         params = self.family.params(self.shape)
         return export_buckets(self.chunks, params, self.shape, self.groups, bucket_bytes=bucket_bytes, needed=needed)
 
-    def export_adapter(self, bucket_bytes: int = ADAPTER_BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
-        """Yields the adapter's tensors, whole, by peft's names and in their order, on rank 0; nothing on the others.
+    def export_adapter(self, ranks: Collection[int] = (0,)) -> Iterator[tuple[str, Tensor]]:
+        """Yields the adapter's tensors, whole, by peft's names and in their order, on these ranks; nothing on others.
 
         All ranks must consume it.
         """
         self.require_on_device(PARAMS, work="export_adapter", reads=True)
         params = adapter_params(self.shape)
         for bucket in export_buckets(
-            self.chunks, params, self.shape, self.groups, bucket_bytes=bucket_bytes, needed=lambda _: (0,)
+            self.chunks, params, self.shape, self.groups, bucket_bytes=ADAPTER_BUCKET_BYTES, needed=lambda _: ranks
         ):
             yield from bucket
 
     def without_adapter(self) -> AbstractContextManager[None]:
-        """Makes the model compute as the one that its adapter changes, inside the block."""
+        """Makes the model compute, and be exported, as the one that its adapter changes, inside the block."""
         return adapters_off(self.chunks)
 
 

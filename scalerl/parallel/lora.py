@@ -106,8 +106,8 @@ class Adapters:
 
     @torch.no_grad()
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """The weight of that name with its adapter, computed in float32; itself if it has none."""
-        if name not in self._pairs:
+        """The weight of that name with its adapter, computed in float32; itself if it has none that is on."""
+        if not self.on or name not in self._pairs:
             return weight
         pairs, expert = self._pairs[name]
         a, b = pairs.joined()

@@ -88,6 +88,7 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, host: RunHost) -> Iterator[Run]:
         servers = PolicyServers(
             cfg,
             servers_pool,
+            inputs.shapes["actor"],
             gpu_ids=workers.call(MegatronWorker.gpu_ids) if hybrid and inputs.device == "cuda" else None,
             log_dir=log_dir,
             single_node=are_here(pool, servers_pool),

@@ -89,13 +89,9 @@ class TrainedModelConfig(AdapterKeys, ModelConfig):
 class LoraConfig:
     """How the servers get the policy's adapter."""
 
-    # true: as weights that have it in them.
-    merge: bool = True
-
-    @check("merge")
-    def servers_without_adapters(self, at: Place) -> Iterator[str]:
-        if not self.merge:
-            yield f"{at('merge')} = false: servers take no adapters yet; set {at('merge')}=true"
+    # True: as weights that have it in them, rounded to the servers' dtype. False: beside the model, from SGLang's
+    # servers; embedded ones, which compute in the trainer's dtype, get such weights in any case.
+    merge: bool = False
 
 
 @dataclass

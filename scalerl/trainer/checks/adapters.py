@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from scalerl.config import PPOConfig, sends_adapter
 from scalerl.config.errors import ErrorCollector
+from scalerl.config.names import ROLLOUT
 from scalerl.config.value_checks import show
-from scalerl.models import ModelShape
+from scalerl.models import ModelShape, read_config, weight_block
 from scalerl.models.adapters import Adapter, adapter_params, read_peft_config, resolve_targets
+from scalerl.rollout.servers.engines import ENGINES
 
 if TYPE_CHECKING:
     from scalerl.config.schema import AdapterKeys, MegatronConfig
@@ -88,6 +91,26 @@ def _megatron_violations(shape: ModelShape, megatron: MegatronConfig, key: str, 
     if megatron.moe_experts_impl != "torch":
         name = f"{section}.moe_experts_impl"
         yield f"{name} = {megatron.moe_experts_impl}: its experts have no adapters, {given}; set {name}=torch"
+
+
+def served_adapter_violations(cfg: PPOConfig, shape: ModelShape, *, device: str) -> Iterator[str]:
+    """Yields why servers cannot get the policy's adapter alone, if they are to.  device: cuda or cpu."""
+    if not sends_adapter(cfg):
+        return
+    policy = cfg.actor_rollout_ref
+    yield from ENGINES[policy.rollout.name].adapter_violations(policy.rollout, shape, section=ROLLOUT, device=device)
+    if weight_block(read_config(policy.model.path)) is not None:
+        yield (
+            f"actor_rollout_ref.model.lora.merge = false: servers would read the model below the adapter from "
+            f"{policy.model.path}, whose weights in fp8 the trainer has multiplied out; set "
+            "actor_rollout_ref.model.lora.merge=true"
+        )
+    trained, served = policy.actor.megatron.dtype, policy.rollout.dtype
+    if trained not in ("float32", served, shape.dtype):
+        yield (
+            f"{ROLLOUT}.dtype = {served}: servers would read the model below the adapter from files in {shape.dtype}, "
+            f"which the trainer has rounded to {trained}; set {ROLLOUT}.dtype={trained}"
+        )
 
 
 def adapter_rate_line(key: str, lr: float) -> str | None:

@@ -32,7 +32,7 @@ from scalerl.models.sizes import num_parameters
 from scalerl.rollout.sampling.judge import max_model_len
 from scalerl.rollout.servers.engines import ENGINES
 from scalerl.rollout.servers.engines.base import check_context_length
-from scalerl.trainer.checks.adapters import adapter_rate_line, with_adapter
+from scalerl.trainer.checks.adapters import adapter_rate_line, served_adapter_violations, with_adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -192,6 +192,8 @@ def actor_violations(cfg: PPOConfig, shape: ModelShape, *, device: str) -> Itera
                 f"{shape.model_type} model without experts, whose tokens take no routes; set it to null"
             )
         yield from ENGINES[rollout.name].routing_violations(rollout, section=ROLLOUT)
+    if shape.adapter is not None:
+        yield from served_adapter_violations(cfg, shape, device=device)
     yield from _too_long(cfg, shape, cfg.actor_rollout_ref.model.path)
 
 
