@@ -8,13 +8,13 @@ the modules of scalerl.parallel, gives autograd: on the CPU as tests measure the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 
 from scalerl.config.schema import MegatronConfig
-from scalerl.models import ModelShape, Param
+from scalerl.models import ModelShape, Param, family_of
 from scalerl.models.adapters import adapter_pairs
-from scalerl.models.sizes import FLOAT, ITEMSIZE, counted_params
+from scalerl.models.sizes import FLOAT, ITEMSIZE
 from scalerl.parallel.delta_rule import CHUNK
 from scalerl.parallel.layout import Layout
 from scalerl.parallel.logprobs import tokens_of_chunk
@@ -108,11 +108,12 @@ def _adapted(sizes: _Sizes, layer: int) -> float:
     return kept
 
 
-@cache
-def _pairs_of_layer(shape: ModelShape, layer: int) -> list[tuple[Param, int]]:
+def _pairs_of_layer(shape: ModelShape, layer: int) -> Iterator[tuple[Param, int]]:
     """The matrices of a layer, one expert for all, each with the number of its adapters' pairs."""
-    params = [param for param, _ in counted_params(shape) if param.layer == layer]
-    return [(param, sum(pair is not None for pair in adapter_pairs(param, shape))) for param in params]
+    for rule in family_of(shape).layer:
+        if rule.exists(shape, layer):
+            param = rule.param(layer, "layer", 0 if rule.of_expert else None)
+            yield param, sum(pair is not None for pair in adapter_pairs(param, shape))
 
 
 def _layer(sizes: _Sizes, is_mixture: bool, is_linear: bool, recomputed: set[str]) -> float:

@@ -7,7 +7,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from scalerl.base.files import GIB
-from scalerl.config import LayoutSizes, PPOConfig, SFTConfig, model_roles, refers_to_actor, trained_layout
+from scalerl.config import (
+    LayoutSizes,
+    PPOConfig,
+    SFTConfig,
+    model_roles,
+    refers_to_actor,
+    sends_adapter,
+    trained_layout,
+)
 from scalerl.config.layout import longest_sample
 from scalerl.config.schema import MegatronConfig, RolloutConfig
 from scalerl.config.servers import transport_of
@@ -29,6 +37,7 @@ CHECKPOINT_PIECE_BYTES = 64 * _MIB
 
 # Of a server with gated delta nets.
 STATES = "delta net states"
+ADAPTERS = "server adapters"
 # What each part is made of; the report names them.
 SOURCES = {
     "weights": "parameters of the rank x bytes of megatron.dtype",
@@ -45,6 +54,7 @@ SOURCES = {
     "server weights": "parameters / rollout.tensor_model_parallel_size x bytes of rollout.dtype, or of quantization",
     "KV cache": "tokens of the cache x layers x key/value heads of the rank x head size x 2",
     STATES: "max_num_seqs x float32 states of gated delta nets, and the tokens that their convolutions still see",
+    ADAPTERS: "room for two adapters: their part of split rows or columns, the rest on every device of a server",
     "save copy": "bytes of a checkpoint that the rank writes (trainer.async_save), in host memory",
     "server's rest": "assumed: CUDA context, graphs and prefill buffers of a server",
     "process": "assumed: CUDA context, libraries and NCCL",
@@ -115,7 +125,8 @@ class MemoryPlan:
 
     memory_bytes: of a device; None: not known, and nothing is too large.
     server: of one device of the policy's servers; None: no servers.  longest_sample: tokens of prompt and response.
-    num_trained: parameters of the policy's adapter; None: all are trained.
+    num_trained: parameters of the policy's adapter; None: all are trained.  backup_bytes: of host memory that a server
+    takes for each of its devices, where its weights are while they are off it.
     routed: None without algorithm.routing_replay.
     """
 
@@ -130,6 +141,7 @@ class MemoryPlan:
     num_trained: int | None
     devices_per_node: int = 1
     routed: RoutedBytes | None = None
+    backup_bytes: int = 0
 
     @property
     def concurrency(self) -> int | None:
@@ -295,7 +307,8 @@ def memory_plan(
     resting = max(sum(_all_resting(together, stage).values()) for stage in range(actor.layout.pp_size)) if hybrid else 0
     process = 0 if on_cpu else PROCESS_BYTES
     free = None if memory_bytes is None else memory_bytes - (resting + process if hybrid else 0)
-    server = server_bytes(shapes["actor"], rollout, free, on_cpu=on_cpu)
+    alone = sends_adapter(cfg)
+    server = server_bytes(shapes["actor"], rollout, free, on_cpu=on_cpu, with_adapter=alone)
     devices = [
         DevicePlan(
             f"trainer, stage {stage}" if actor.layout.pp_size > 1 else "trainer",
@@ -324,12 +337,15 @@ def memory_plan(
         server,
         longest_sample(cfg),
         rollout.max_num_seqs,
-        sync_bytes=model_bytes(shapes["actor"], actor.itemsize, in_fp8=rollout.quantization is not None),
+        sync_bytes=ITEMSIZE[rollout.dtype] * num_trained(shapes["actor"])
+        if alone
+        else model_bytes(shapes["actor"], actor.itemsize, in_fp8=rollout.quantization is not None),
         checkpoint_bytes=sum(checkpoint_bytes(m.shape, m.itemsize) for m in models.values() if m.has_optimizer),
         num_parameters=num_parameters(shapes["actor"]),
         num_trained=num_trained(shapes["actor"]) if shapes["actor"].adapter else None,
         devices_per_node=cfg.trainer.n_gpus_per_node,
         routed=RoutedBytes.of(cfg, shapes["actor"], server.kv_tokens),
+        backup_bytes=server.weights if alone and hybrid and rollout.free_cache_engine and not on_cpu else 0,
     )
 
 
@@ -397,8 +413,8 @@ def _on_the_cpu(process: int, save_copy: int) -> dict[str, int]:
 
 def _serving(server: ServerBytes, process: int) -> dict[str, int]:
     rest = CONTEXT_BYTES + GRAPH_BYTES if process else 0
-    states = {STATES: server.states} if server.states else {}
-    return {"server weights": server.weights, "KV cache": server.kv_bytes} | states | {"server's rest": rest}
+    own = {name: size for name, size in ((STATES, server.states), (ADAPTERS, server.adapters)) if size}
+    return {"server weights": server.weights, "KV cache": server.kv_bytes} | own | {"server's rest": rest}
 
 
 def _phases(
@@ -415,7 +431,7 @@ def _phases(
     resting |= _on_the_cpu(process, _save_copy(cfg, models, stage))
     serving = {} if server is None else _serving(server, process)
     # On the CPU servers release nothing, and are other processes of the same memory.
-    released = {} if process == 0 or not serving else {"server's rest": serving["server's rest"]}
+    released = {name: size for name, size in serving.items() if process and name in (ADAPTERS, "server's rest")}
     of_server = released if rollout.free_cache_engine else serving
     if serving:
         yield Phase("rollout", resting | serving)
@@ -450,7 +466,8 @@ def _phases(
         num_ranks = 1 if transport_of(cfg) == "shared" else tp_size
         hashed = hashed_expert_bytes(actor.shape, ITEMSIZE[rollout.dtype], tp_size, num_ranks=num_ranks)
         held |= {"checksums": hashed} if hashed else {}
-    held |= _named("actor", {"merged weight": FLOAT * actor.stages[stage].merged * (1 + (actor.itemsize < FLOAT))})
+    if not sends_adapter(cfg):
+        held |= _named("actor", {"merged weight": FLOAT * actor.stages[stage].merged * (1 + (actor.itemsize < FLOAT))})
     free_bytes = None if memory_bytes is None else max(0, memory_bytes - sum(held.values()))
     bucket = _bucket_bytes(actor.itemsize * largest_tensor(actor.shape), rollout, free_bytes)
     yield Phase("weight sync", held | {"buckets": BUCKET_COPIES * bucket})

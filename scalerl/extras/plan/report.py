@@ -73,6 +73,11 @@ def _totals(plan: MemoryPlan) -> Iterator[str]:
             f"host memory of saves (trainer.async_save): {copies[name] / GIB:.1f} GiB for a rank of {name}, "
             f"{plan.devices_per_node * copies[name] / GIB:.1f} GiB on its node"
         )
+    if plan.backup_bytes:
+        yield (
+            f"host memory of servers, for weights that leave the devices: {plan.backup_bytes / GIB:.1f} GiB for a rank "
+            f"of a server, {plan.devices_per_node * plan.backup_bytes / GIB:.1f} GiB on its node"
+        )
     if plan.routed is not None:
         server = "" if plan.routed.server is None else f"; {plan.routed.server / GIB:.1f} GiB for a rank of a server"
         yield (

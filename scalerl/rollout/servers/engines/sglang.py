@@ -73,6 +73,8 @@ BLOCKS_OF_FP8 = {
 _ATTENDS = "full_attention"
 # Field of a request for the experts of its tokens. The server's argument has `enable_` before it.
 RETURN_EXPERTS = "return_routed_experts"
+# Adapters of one batch, for which a server keeps memory: the newest version of the policy's, and none.
+ADAPTER_SLOTS = 2
 # Projections that SGLang joins, or computes with adapters all of them or none.
 JOINED_TARGETS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj"))
 # Model types whose adapters were compared with transformers.
@@ -155,8 +157,7 @@ class SGLangEngine(Engine):
                 "enable_lora": True,
                 "max_lora_rank": launch.adapter.rank,
                 "lora_target_modules": launch.adapter.targets,
-                # Of one batch: the newest version of the policy's, and none.
-                "max_loras_per_batch": 2,
+                "max_loras_per_batch": ADAPTER_SLOTS,
                 # Weights that leave a GPU come back as they were: a trainer sends the adapter alone.
                 "enable_weights_cpu_backup": launch.releases_memory and not on_cpu,
             }
