@@ -82,9 +82,8 @@ def resolve_targets(
     Raises ValueError that names every name of which the model has no projection, or when none is left.
     """
     known = projections(shape)
-    wanted = known if target_modules == ALL_LINEAR else (target_modules,)
-    if not isinstance(target_modules, str):
-        wanted = tuple(target_modules)
+    named = (target_modules,) if isinstance(target_modules, str) else tuple(target_modules)
+    wanted = known if target_modules == ALL_LINEAR else named
     problems = [
         f"{key} names {name!r}: {_NEVER.get(name) or 'the model has no such projection'}"
         for key, names in (("target_modules", wanted), ("exclude_modules", exclude_modules))
@@ -241,9 +240,9 @@ def _config_problems(config: Mapping[str, Any]) -> Iterator[str]:
     if config.get("peft_type") != "LORA":
         yield f"peft_type is {config.get('peft_type')!r}; only LORA is read"
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    if type(rank) is not int or rank < 1:
+    if not isinstance(rank, int) or rank < 1:
         yield f"r is {rank!r}, it must be a whole number of at least 1"
-    if type(alpha) not in (int, float) or alpha <= 0:
+    if not isinstance(alpha, int | float) or alpha <= 0:
         yield f"lora_alpha is {alpha!r}, it must be a number above 0"
     for key, plain in _REFUSED_KEYS.items():
         if config.get(key) not in (None, plain):

@@ -261,7 +261,7 @@ def base_digest(model_path: str) -> str:
             stored = weights.unread(name)
             tensor = stored[:]
             digest = hashlib.sha256(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().view(torch.uint8).numpy())
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
             digests[name] = digest.hexdigest()
             # What was read stays resident until then.
             weights.close()

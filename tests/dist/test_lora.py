@@ -25,7 +25,16 @@ from scalerl.models.adapters import (
 )
 from tests.dist.launch import run_ranks
 from tests.dist.layouts import LAYOUTS, MIXTURE_LAYOUTS, ONE
-from tests.dist.test_layout_invariance import LENGTHS, TEMPERATURE, Outcome, assert_same, make_model, relative, run
+from tests.dist.test_layout_invariance import (
+    LENGTHS,
+    OVERLAPS,
+    TEMPERATURE,
+    Outcome,
+    assert_same,
+    make_model,
+    relative,
+    run,
+)
 from tests.lanes import full, mostly_full
 from tests.tiny_models import load_tiny_model
 
@@ -73,6 +82,27 @@ def test_layout(models: Callable, one_process: Callable[[str], Outcome], family:
     assert_same(run(path, (LAYOUTS | OF_EXPERTS)[layout], adapter=adapter), one_process(family))
 
 
+@pytest.mark.parametrize(
+    ("family", "layout", "options"),
+    [
+        ("qwen3_moe", "one", {"recompute_granularity": "full"}),
+        full("qwen3_moe", "pp2_dp2", {"recompute_granularity": "full"}),
+        full("qwen3_moe", "one", {"recompute_granularity": "selective"}),
+        full("qwen3", "tp2", {"sequence_parallel": False}),
+        full("qwen3", "tp2_dp2", {"use_distributed_optimizer": False}),
+        full("qwen3_moe", "tp2_dp2", {"ddp": OVERLAPS[0]}),
+        full("qwen3_moe", "dp2", {"ddp": OVERLAPS[1]}),
+        full("qwen3", "pp2_dp2", {"ddp": OVERLAPS[1]}),
+    ],
+)
+def test_options_change_no_number(
+    models: Callable, one_process: Callable[[str], Outcome], family: str, layout: str, options: dict[str, Any]
+) -> None:
+    """Recompute from an embedding that has no gradient; parameters that come when a layer asks for them."""
+    path, adapter = models(family)
+    assert_same(run(path, (LAYOUTS | {"one": ONE})[layout], adapter=adapter, **options), one_process(family))
+
+
 def test_training_moves_the_adapter_alone(models: Callable, one_process: Callable[[str], Outcome]) -> None:
     path, options = models("qwen3_moe")
     outcome = one_process("qwen3_moe")
@@ -84,7 +114,7 @@ def test_training_moves_the_adapter_alone(models: Callable, one_process: Callabl
     assert {name for name in base if not base[name].equal(outcome.weights[name])} == changed
 
 
-def measure(model_path: str, sizes: dict[str, int], options: dict[str, Any]) -> Any:
+def measure(model_path: str, sizes: dict[str, Any], options: dict[str, Any]) -> Any:
     """Log-probs of the batch's rows of this rank, and the gradients of the adapter of their sum, on rank 0."""
     from scalerl.batch.data_proto import DataProto, Jagged
     from scalerl.config.schema import MegatronConfig, OptimConfig
@@ -109,7 +139,7 @@ def measure(model_path: str, sizes: dict[str, int], options: dict[str, Any]) -> 
     # In the place of the adapter its gradients leave the engine.
     with torch.no_grad():
         for parameter in (p for chunk in engine.chunks for p in chunk.parameters() if p.requires_grad):
-            parameter.copy_(parameter.main_grad)
+            parameter.copy_(getattr(parameter, "main_grad"))  # noqa: B009
     gradients = {name: tensor.clone() for name, tensor in engine.export_adapter()}
     return outputs["logprobs"].values, of_base["logprobs"].values, gradients
 

@@ -33,9 +33,9 @@ DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 
 
-def tiny(tmp_path: Path, family: str, **sizes) -> Path:
-    sizes = {"hidden_size": 32, "num_heads": 8, "num_kv_heads": 4, "head_dim": 4, "vocab_size": 300} | sizes
-    return make_tiny_model(tmp_path / family, family, **sizes)
+def tiny(tmp_path: Path, family: str) -> Path:
+    path = tmp_path / family
+    return make_tiny_model(path, family, hidden_size=32, num_heads=8, num_kv_heads=4, head_dim=4, vocab_size=300)
 
 
 def an_adapter(model_dir: Path, rank: int = 3) -> tuple[ModelShape, Adapter]:
