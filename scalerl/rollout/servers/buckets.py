@@ -288,11 +288,16 @@ class _SglangPickler(_PythonPickler):
         self.dispatch_table = {**copyreg.dispatch_table, **shared}
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
-        if obj is not BucketEntry:
+        if obj is BucketEntry:
+            module, name = "sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"
+        elif obj is vars(torch.storage)["_load_from_bytes"]:
+            # Megatron puts its own function there, which sglang does not know.
+            module, name = "torch.storage", "_load_from_bytes"
+        else:
             super().save_global(obj, name)
             return
-        self.save("sglang.srt.weight_sync.tensor_bucket")
-        self.save("FlattenedTensorMetadata")
+        self.save(module)
+        self.save(name)
         self.write(pickle.STACK_GLOBAL)
         self.memoize(obj)
 
