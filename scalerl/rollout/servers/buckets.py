@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -286,6 +287,10 @@ class _SglangPickler(_PythonPickler):
         super().__init__(file, protocol=pickle.DEFAULT_PROTOCOL)
         shared = {} if by_value else vars(ForkingPickler)["_extra_reducers"]
         self.dispatch_table = {**copyreg.dispatch_table, **shared}
+
+    def reducer_override(self, obj: Any) -> Any:
+        # A function's name is saved by `save_global` too, which the class's table of types passes over.
+        return obj.__name__ if isinstance(obj, FunctionType) else NotImplemented
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
         if obj is BucketEntry:
