@@ -18,7 +18,8 @@ STEPS = 3
 @pytest.mark.parametrize("hybrid", [True, False])
 def test_servers_have_the_trained_adapter(kept: Kept, inputs: Inputs, tmp_path: Path, hybrid: bool) -> None:
     """Every sync is verified; with servers in a pool of their own the tensors go by value."""
-    pool = ["actor_rollout_ref.hybrid_engine=false", "actor_rollout_ref.rollout.resource_pool.n_gpus_per_node=1"]
+    sizes = "actor_rollout_ref.rollout.resource_pool"
+    pool = ["actor_rollout_ref.hybrid_engine=false", f"{sizes}.nnodes=1", f"{sizes}.n_gpus_per_node=1"]
     records = {}
     for merge in ("false", "true") if hybrid else ("false",):
         run_dir = tmp_path / merge

@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -287,12 +288,21 @@ class _SglangPickler(_PythonPickler):
         shared = {} if by_value else vars(ForkingPickler)["_extra_reducers"]
         self.dispatch_table = {**copyreg.dispatch_table, **shared}
 
+    def reducer_override(self, obj: Any) -> Any:
+        # A function's name is saved by `save_global` too, which the class's table of types passes over.
+        return obj.__name__ if isinstance(obj, FunctionType) else NotImplemented
+
     def save_global(self, obj: Any, name: str | None = None) -> None:
-        if obj is not BucketEntry:
+        if obj is BucketEntry:
+            module, name = "sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"
+        elif obj is vars(torch.storage)["_load_from_bytes"]:
+            # Megatron puts its own function there, which sglang does not know.
+            module, name = "torch.storage", "_load_from_bytes"
+        else:
             super().save_global(obj, name)
             return
-        self.save("sglang.srt.weight_sync.tensor_bucket")
-        self.save("FlattenedTensorMetadata")
+        self.save(module)
+        self.save(name)
         self.write(pickle.STACK_GLOBAL)
         self.memoize(obj)
 

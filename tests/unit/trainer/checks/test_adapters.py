@@ -93,11 +93,6 @@ def test_a_key_of_an_adapter_without_one_has_no_effect(given: str) -> None:
     assert compose("ppo", [*NEEDED, f"{MODEL}.{given}", f"{MODEL}.lora_rank=32"])
 
 
-def test_servers_take_merged_weights() -> None:
-    with pytest.raises(ConfigError, match=rf"{MODEL}.lora.merge = false: .*; set {MODEL}.lora.merge=true"):
-        compose("ppo", [*NEEDED, f"{MODEL}.lora_rank=8", f"{MODEL}.lora.merge=false"])
-
-
 def test_a_learning_rate_of_whole_weights_is_said_of_adapters(mixture: ModelShape) -> None:
     shape, _ = adapted(dataclasses.replace(mixture, hidden_size=4096, vocab_size=100_000))
     line = learning_rate_line("optim.lr", 1e-6, shape)
