@@ -18,12 +18,14 @@ from scalerl.models.adapters import Adapter, projections
 from scalerl.rollout.dispatcher import generate_samples
 from scalerl.rollout.servers.checksums import checksum_differences
 from scalerl.rollout.servers.client import ClientSettings, GenerateOutput, GenerateRequest, Replica, SamplingParams
+from scalerl.rollout.servers.engines.base import Call
 from scalerl.rollout.servers.purpose import POLICY
-from scalerl.rollout.servers.requests import POLICY_ADAPTER
+from scalerl.rollout.servers.requests import POLICY_ADAPTER, VERSION_MARK
 from tests.gpu.isolated import run_isolated_ranks
 from tests.served_adapters import ALPHA, RANK, Version, make_version, sync_adapter
 from tests.served_weights import expected_checksums
 from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, Engine, Model, make_model
+from tests.unit.merge.test_merge_adapters import run, save_adapter
 
 TWO_CORES = pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < 2, reason="SGLang on CPU binds each rank to a core of its own"
@@ -133,6 +135,20 @@ def test_an_adapter_of_some_projections(engine: Engine, dense: Model, tmp_path: 
     assert_samples_are_of(merged(version), ask(engine, POLICY_ADAPTER))
 
 
+def check_merged(engine: Engine, model: Model, directory: Path) -> None:
+    """What `scalerl merge` makes of a run's checkpoint: SGLang's answers with the directory of peft on its disk are
+    those of transformers with the whole model."""
+    actor, *_ = save_adapter(directory / "run", model.path)
+    assert run(actor, directory / "peft") == 0 == run(actor, directory / "whole", "--merge-adapters")
+    body = {"lora_name": f"merged{VERSION_MARK}1", "lora_path": str(directory / "peft")}
+    engine.client.ask(Call("/load_lora_adapter", body))
+    assert_samples_are_of(Model.load(directory / "whole"), ask(engine, "merged"))
+
+
+def test_a_merged_directory_of_peft_is_read(engine: Engine, dense: Model, tmp_path: Path) -> None:
+    check_merged(engine, dense, tmp_path)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("family", "tp_size", "own"), [
     ("qwen2", 1, {}),
@@ -158,6 +174,7 @@ def test_an_adapter_of_every_family(
         assert_samples_are_of(merged(new), both[: len(PROMPTS)])
         assert_samples_are_of(model, both[len(PROMPTS) :])
         assert differences(engine, model, new, tp_size, own) == []
+        check_merged(engine, model, tmp_path)
     finally:
         engine.server.stop()
 
