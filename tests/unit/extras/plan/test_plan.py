@@ -223,7 +223,11 @@ def test_every_replica_gets_the_cache_of_the_plan() -> None:
     assert mine.actor_rollout_ref.rollout.kv_cache_tokens == 4096
 
 
-LORA = ("actor_rollout_ref.model.lora_rank=32", "actor_rollout_ref.actor.use_kl_loss=true")
+LORA = (
+    "actor_rollout_ref.model.lora_rank=32",
+    "actor_rollout_ref.model.lora.merge=true",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+)
 
 
 def adapted(*overrides: str, name: str = "qwen3-8b", more: dict[str, ModelShape] | None = None) -> MemoryPlan:
@@ -267,6 +271,26 @@ def test_the_reference_of_an_adapter_is_the_actor_without_it() -> None:
         == phase(apart, "ref forward", 1)["ref weights"]
         == 2 * 8_190_735_360
     )
+
+
+def test_servers_that_get_the_adapter_alone_have_room_for_two() -> None:
+    """Qwen3-8B over two devices of a server: each has A of what is split over rows, and of the rest its half."""
+    merged = adapted(f"{ROLLOUT}.tensor_model_parallel_size=2")
+    alone = adapted(f"{ROLLOUT}.tensor_model_parallel_size=2", "actor_rollout_ref.model.lora.merge=false")
+    # q, k, v, gate, up; then o and down.
+    by_rows = 5 * 4096 + (4096 + 2 * 1024 + 2 * 12288) // 2
+    by_columns = (4096 + 12288) // 2 + 2 * 4096
+    room = 2 * 2 * 36 * 32 * (by_rows + by_columns)
+    assert phase(alone, "rollout")["server adapters"] == phase(alone, "actor update")["server adapters"] == room
+    assert not any("server adapters" in part.parts for part in merged.devices[0].phases)
+    assert "actor merged weight" in phase(merged, "weight sync") and "actor merged weight" not in phase(
+        alone, "weight sync"
+    )
+    assert alone.sync_bytes == 2 * alone.num_trained and merged.sync_bytes == 2 * 8_190_735_360
+    assert alone.server.weights == merged.server.weights == alone.backup_bytes and merged.backup_bytes == 0
+    assert alone.server.kv_tokens < merged.server.kv_tokens
+    node = f"{8 * alone.backup_bytes / GIB:.1f} GiB on its node"
+    assert node in summary(alone) and "host memory of servers" not in summary(merged)
 
 
 def test_experts_have_adapters_on_their_ranks() -> None:
