@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 # Requests of one rank at a time, and how long one may take.
 NUM_REQUESTS, REQUEST_S = 16, 300.0
-# How long a server that is away, or too busy, is asked again, and the longest wait between two tries.
-RETRY_S, LAST_WAIT_S = 60.0, 8.0
+# How long a server that is away, or too busy, is asked again, and the first and the longest wait between two tries.
+RETRY_S, FIRST_WAIT_S, LAST_WAIT_S = 60.0, 0.5, 8.0
 TOO_BUSY = (408, 425, 429)
 # Tokens whose text is compared with the policy's tokenizer, and how long the server may take for them.
 NUM_COMPARED, CHECK_S = 64, 60.0
@@ -167,7 +167,7 @@ class ReferenceServer:
         retry_s: float = 0.0,
         timeout_s: float = REQUEST_S,
     ) -> Any:
-        deadline, wait_s = time.monotonic() + retry_s, 0.5
+        deadline, wait_s = time.monotonic() + retry_s, FIRST_WAIT_S
         while True:
             try:
                 return self._ask_once(path, body, name, timeout_s)
