@@ -410,8 +410,7 @@ def reward_manager(_: re.Match[str], value: Any, __: Context) -> Outcome | None:
 
 
 _DISTILLATION, _LOSS_OF_TEACHER = "distillation.enabled", "distillation.distillation_loss"
-_TOP_K_LOSS = "forward_kl_topk"
-# Keys of verl's loss with their defaults, which `teacher_switch` reads.
+# Keys of verl's loss with their defaults.
 _TEACHER_LOSS = {
     "loss_mode": "k3",
     "topk": 32,
@@ -419,17 +418,7 @@ _TEACHER_LOSS = {
     "use_policy_gradient": True,
     "use_task_rewards": True,
 }
-# Values that ask for what is so, of keys about a teacher; any: all.
-_SO_OF_TEACHERS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
-    rf"distillation_loss\.({'|'.join(_TEACHER_LOSS)})": (None, f"{_DISTILLATION} reads it"),
-    r"distillation_loss\.(loss_max_clamp|log_prob_min_clamp)": (NONE, "no bound changes the KL of a token"),
-    r"distillation_loss\.policy_loss_mode": (("vanilla",), f"{ACTOR}.policy_loss.loss_mode decides"),
-    r"distillation_loss\.clip_ratio(_low|_high)?": ((0.2,), f"{ACTOR}.clip_ratio decides"),
-    r"teacher_key": ((*NONE, "data_source"), "there is one teacher"),
-    r"teacher_models\.[^.]+\.(key|num_replicas)": (None, "there is one teacher"),
-    r"num_workers|(.+\.)?inference\..+": (None, f"{REF}.megatron computes its log-probs"),
-    r"(.+\.)?(enable_resource_pool|_target_)": (None, f"{REF}.resource_pool decides"),
-}
+# What other keys become.
 _TEACHERS = {
     r"(teacher_model|teacher_models\.[^.]+)\.model_path": f"{REF}.model_path",
     r"nnodes|teacher_model\.nnodes": f"{REF}.resource_pool.nnodes",
@@ -462,10 +451,10 @@ def teacher_switch(_: re.Match[str], value: Any, context: Context) -> Outcome:
         )
     if not has_rewards:
         return refused(
-            f"a policy learns from rewards too, by which equal scores change nothing; set {start}use_task_rewards=true, "
-            "and let the reward function return 0"
+            f"a policy learns from rewards too, and from equal ones nothing; set {start}use_task_rewards=true, and let "
+            "the reward function return 0"
         )
-    if mode == _TOP_K_LOSS:
+    if mode == "forward_kl_topk":
         return Outcome(
             "a term of the loss", {"algorithm.distillation_top_k": top_k, "algorithm.distillation_coef": coef}
         )
@@ -474,7 +463,7 @@ def teacher_switch(_: re.Match[str], value: Any, context: Context) -> Outcome:
         return Outcome(
             "the KL to the teacher, a term of the loss", {f"{ACTOR}.{name}": v for name, v in kl_loss.items()}
         )
-    return refused(f"there is no such loss as {start}loss_mode={mode}; set it to {_TOP_K_LOSS}, or a kl_loss_type")
+    return refused(f"there is no such loss as {start}loss_mode={mode}; set it to forward_kl_topk, or a kl_loss_type")
 
 
 def of_teacher(match: re.Match[str], value: Any, context: Context) -> Outcome | None:
@@ -483,13 +472,12 @@ def of_teacher(match: re.Match[str], value: Any, context: Context) -> Outcome | 
         return None
     if is_one_of(context.foreign(_DISTILLATION), NONE):
         return Outcome(f"counts only with {_DISTILLATION}")
-    for pattern, (values, why) in _SO_OF_TEACHERS.items():
-        if re.fullmatch(pattern, match[1]):
-            return Outcome(why) if values is None or is_one_of(value, values) else refused(f"{why}; leave it out")
     for pattern, key in _TEACHERS.items():
         if re.fullmatch(pattern, match[1]):
             return Outcome("the reference model is the teacher", {key: value})
-    return refused("no teacher has it; leave it out")
+    if is_one_of(value, NONE):
+        return Outcome("asks for nothing")
+    return refused("a teacher and its KL have no such setting; leave it out")
 
 
 def profiled_ranks(match: re.Match[str], value: Any, context: Context) -> Outcome:
