@@ -409,7 +409,7 @@ def reward_manager(_: re.Match[str], value: Any, __: Context) -> Outcome | None:
     return Outcome("", {"reward_model.reward_manager": value})
 
 
-_DISTILLATION, _LOSS_OF_TEACHER = "distillation.enabled", "distillation.distillation_loss"
+_LOSS_OF_TEACHER = "distillation.distillation_loss"
 # Keys of verl's loss with their defaults.
 _TEACHER_LOSS = {
     "loss_mode": "k3",
@@ -470,8 +470,8 @@ def of_teacher(match: re.Match[str], value: Any, context: Context) -> Outcome | 
     """`actor_rollout_ref.ref.model_path` and `.resource_pool`, as the teacher is the reference model."""
     if isinstance(value, dict) and value:
         return None
-    if is_one_of(context.foreign(_DISTILLATION), NONE):
-        return Outcome(f"counts only with {_DISTILLATION}")
+    if all(is_one_of(context.foreign(f"distillation.{name}"), NONE) for name in ("enabled", "enable")):
+        return Outcome("counts only with distillation.enabled")
     for pattern, key in _TEACHERS.items():
         if re.fullmatch(pattern, match[1]):
             return Outcome("the reference model is the teacher", {key: value})
