@@ -76,15 +76,18 @@ def kl_penalty_forward(logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: str) ->
 def top_k_kl(logprobs_TK: Tensor, teacher_logprobs_TK: Tensor) -> Tensor:
     """[T] KL(teacher || policy) over K + 1 outcomes, with a gradient to logprobs_TK: K words, and any other word.
 
-    Both: log-probs of the K words that the teacher finds likeliest. Never negative, at most the KL over all words, and
-    that KL where K is the vocabulary.  Source: arXiv 2601.20802 (top-K distillation with a tail), TRL's loss_add_tail.
+    Both: log-probs of the K words that the teacher finds likeliest; a word whose probability is 0 there is one of the
+    others. Never negative, at most the KL over all words, and that KL where K is the vocabulary.
+    Source: arXiv 2601.20802 (top-K distillation with a tail), TRL's loss_add_tail.
     """
     # 1 - sum loses the digits of a small rest.
     teacher_TK, policy_TK = teacher_logprobs_TK.double(), logprobs_TK.double()
     probs_TK = teacher_TK.exp()
-    of_words_T = torch.where(probs_TK > 0, probs_TK * (teacher_TK - policy_TK), 0.0).sum(-1)
+    is_word_TK = probs_TK > 0
+    of_words_T = torch.where(is_word_TK, probs_TK * (teacher_TK - policy_TK), 0.0).sum(-1)
     # Log-probs are float32: a rest below its precision is none.
-    teacher_rest_T, policy_rest_T = ((1.0 - x_TK.exp().sum(-1)) for x_TK in (teacher_TK, policy_TK))
+    teacher_rest_T = 1.0 - probs_TK.sum(-1)
+    policy_rest_T = 1.0 - torch.where(is_word_TK, policy_TK.exp(), 0.0).sum(-1)
     teacher_rest_T, policy_rest_T = teacher_rest_T.clamp(min=0.0), policy_rest_T.clamp(min=REST_BOUND)
     of_rest_T = torch.xlogy(teacher_rest_T, teacher_rest_T) - teacher_rest_T * policy_rest_T.log()
     return (of_words_T + of_rest_T).to(logprobs_TK.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
@@ -303,7 +304,7 @@ class MegatronEngine:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         if TEACHER_IDS.name in shard.tokens:
-            objective = partial(_with_teacher_ids, objective)
+            shard, objective = _known_words(shard, self.shape.vocab_size), partial(_with_teacher_ids, objective)
         packed = self._pack(shard, micro_batches)
         # megatron moves the biases of routers while it gathers the gradients, before anyone has looked at these.
         biases = [(bias, bias.clone()) for chunk in self.chunks for bias in router_biases(chunk).values()]
@@ -466,6 +467,20 @@ def _with_old(
     own_columns = {"logprobs": logprobs_T.detach(), "entropy": entropy_T.detach()}
     loss, metrics = objective(logprobs_T, entropy_T, columns | {"old_logprobs": own_columns["logprobs"]})
     return loss, metrics | own_columns
+
+
+def _known_words(shard: DataProto, vocab_size: int) -> DataProto:
+    """The shard with no word of a teacher that this model lacks: it gets a log-prob of -inf, and another id.
+
+    Models of one tokenizer have different numbers of rows beyond its words.
+    """
+    ids, logprobs = shard[TEACHER_IDS], shard[TEACHER_LOGPROBS]
+    is_unknown = ids.values >= vocab_size
+    known = {
+        TEACHER_IDS.name: replace(ids, values=ids.values.masked_fill(is_unknown, 0)),
+        TEACHER_LOGPROBS.name: replace(logprobs, values=logprobs.values.masked_fill(is_unknown, -torch.inf)),
+    }
+    return replace(shard, tokens={**shard.tokens, **known})
 
 
 def _with_teacher_ids(

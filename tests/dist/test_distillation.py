@@ -94,6 +94,13 @@ def teach(student: str, teacher: str, sizes: dict[str, int], options: dict[str, 
         # Other stages make no columns, and need the shapes of none.
         empty = Jagged(torch.zeros(len(zeros.values), top_k), zeros.cu_seqlens)
         words = {name: made.get(name, empty) for name in ("teacher_ids", "teacher_logprobs")}
+        if top_k < VOCAB_SIZE:
+            # One more, which the student lacks: as if the teacher had not named it.
+            more = {"teacher_ids": VOCAB_SIZE + 7, "teacher_logprobs": -1.0}
+            words = {
+                name: Jagged(torch.nn.functional.pad(column.values, (0, 1), value=more[name]), column.cu_seqlens)
+                for name, column in words.items()
+            }
         engine = MegatronEngine(student, megatron, groups, optim=OptimConfig(lr=1e-3, clip_grad=1e9))
         objective = PolicyObjective(
             ActorConfig(), num_loss_tokens=NUM_LOSS_TOKENS, num_sequences=len(LENGTHS), distillation_coef=COEF

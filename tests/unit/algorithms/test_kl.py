@@ -167,3 +167,16 @@ def test_top_k_kl_of_certain_models_is_finite() -> None:
         value_T.sum().backward()
         assert value_T.isfinite().all() and logprobs_TK.grad.isfinite().all()
         assert (value_T.item() == pytest.approx(0.0, abs=1e-5)) is (teacher == policy)
+
+
+def test_a_word_without_probability_is_one_of_the_others() -> None:
+    """As the words of a teacher that the policy lacks are; whatever the policy has in their place."""
+    policy_TV, teacher_TV = two_models(3, 5, 12, 1.0)
+    teacher_TK, ids_TK = teacher_TV.topk(4, -1)
+    words_TK = policy_TV.gather(1, ids_TK).requires_grad_()
+    expected_T = top_k_kl(words_TK, teacher_TK)
+    longer_TK = torch.cat([words_TK, words_TK[:, :2] - 1.0], -1)
+    mine_T = top_k_kl(longer_TK, torch.cat([teacher_TK, torch.full((5, 2), -math.inf)], -1))
+    torch.testing.assert_close(mine_T, expected_T)
+    gradients = [torch.autograd.grad(value_T.sum(), words_TK, retain_graph=True)[0] for value_T in (mine_T, expected_T)]
+    torch.testing.assert_close(*gradients)
