@@ -22,7 +22,7 @@ DISTILL = [
     "algorithm.distillation_coef=0.5",
     "actor_rollout_ref.actor.use_kl_loss=false",
     "trainer.total_training_steps=2",
-    "trainer.test_freq=0",
+    "trainer.test_freq=-1",
     "trainer.val_before_train=false",
     "trainer.save_freq=0",
 ]

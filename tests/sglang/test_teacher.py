@@ -30,8 +30,9 @@ def server(engine: Engine) -> ReferenceServer:
 
 @pytest.mark.parametrize("top_k", [0, 1, 7])
 def test_log_probs_are_those_of_transformers(server: ReferenceServer, model_a: Model, top_k: int) -> None:
-    """Twice: the second time the server has the prompts in its cache. One row is the start of another."""
-    rows = [*PROMPTS, PROMPTS[2][:4], list(range(1, 60))]
+    """Twice: the second time the server has the prompts in its cache. One row is the start of another, and one has
+    the last word of the vocabulary, which SGLang reports as 0."""
+    rows = [*PROMPTS, PROMPTS[2][:4], list(range(1, 60)), [5, 511, 511, 6]]
     for _ in range(2):
         made = server.columns(shard_of(rows), top_k)
         assert set(made.tokens) == {"ref_logprobs"} | ({"teacher_ids", "teacher_logprobs"} if top_k else set())

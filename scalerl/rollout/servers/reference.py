@@ -34,6 +34,9 @@ KEY = "actor_rollout_ref.ref"
 class ReferenceServerError(RolloutError):
     """A reference server does not answer, or not as asked.  status: of HTTP; None: there was no answer."""
 
+    # Other ranks would ask the same server.
+    restart_helps = False
+
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
@@ -210,7 +213,10 @@ class Scores:
         Raises KeyError, TypeError or ValueError for anything else.
         """
         tokens = about["input_token_logprobs"]
-        if [token for _, token, *_ in tokens] != list(ids):
+        # SGLang reports the last word of a vocabulary as 0 (logprob_result_processor.py); its log-prob is right.
+        if len(tokens) != len(ids) or any(
+            said not in (0, token) for (_, said, *_), token in zip(tokens, ids, strict=True)
+        ):
             raise ValueError(f"log-probs of {len(tokens)} tokens, which are not the {len(ids)} that were sent")
         logprobs = [0.0, *(float(logprob) for logprob, *_ in tokens[1:])]
         if not top_k:

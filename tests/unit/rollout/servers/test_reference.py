@@ -31,6 +31,9 @@ def test_an_answer_is_read() -> None:
     assert Scores.of(ABOUT, IDS, 0) == Scores([0.0, -0.5, -3.0], [], [])
     one = {"input_token_logprobs": [[None, 5, None]], "input_top_logprobs": [None]}
     assert Scores.of(one, [5], 2) == Scores([0.0], [[0, 0]], [[0.0, 0.0]])
+    # SGLang calls the last word of a vocabulary 0.
+    last = {"input_token_logprobs": [[None, 5, None], [-2.0, 0, None]]}
+    assert Scores.of(last, [5, 511], 0) == Scores([0.0, -2.0], [], [])
 
 
 @pytest.mark.parametrize(
