@@ -50,7 +50,7 @@ def is_loss_token(length: int) -> Tensor:
 NUM_LOSS_TOKENS = sum(int(is_loss_token(length).sum()) for length in LENGTHS)
 
 
-def teach(student: str, teacher: str, sizes: dict[str, int], options: dict[str, Any]) -> Taught:
+def teach(student: str, teacher: str, sizes: dict[str, Any], options: dict[str, Any]) -> Taught:
     """Runs on every rank: the teacher's pass, and one update of the student for each K, without a policy loss."""
     from scalerl.algorithms import PolicyObjective
     from scalerl.batch import plan_step
@@ -110,7 +110,8 @@ def teach(student: str, teacher: str, sizes: dict[str, int], options: dict[str, 
         )
         # In the place of the weights, gradients leave the engine under the names that transformers knows.
         with torch.no_grad():
-            for parameter in itertools.chain(*(chunk.parameters() for chunk in engine.chunks)):
+            parameters: Any = itertools.chain(*(chunk.parameters() for chunk in engine.chunks))
+            for parameter in parameters:
                 parameter.copy_(parameter.main_grad)
         result.gradients[top_k] = {
             name: tensor.clone() for bucket in engine.export_buckets(20_000) for name, tensor in bucket
@@ -211,4 +212,5 @@ def test_as_transformers(models: tuple[Path, Path], taught_on: Callable[..., lis
     assert mine.updates[top_k]["actor/loss"] == pytest.approx(COEF * total.item(), rel=RELATIVE)
     assert mine.gradients[top_k].keys() == load_file(models[0] / "model.safetensors").keys()
     for name, parameter in student.named_parameters():
+        assert parameter.grad is not None
         assert relative(mine.gradients[top_k][name], parameter.grad) < RELATIVE, name

@@ -153,7 +153,7 @@ class ReferenceServer:
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ReferenceServerError(f"no log-probs of a prompt in its answer: {error!r}") from None
         for token in ids:
-            here, there = tokenizer.decode([token]), texts.get(token)
+            here, there = str(tokenizer.decode([token])), texts.get(token)
             if there is not None and here.strip() != there.strip():
                 return f"token {token} is {there!r} there and {here!r} here"
         return None

@@ -241,7 +241,13 @@ class RLWorker(MegatronWorker, WeightSource):
         (mini_batch,), (total,) = micro_batches, totals
         shard = _with_loss_columns(shard, config)
         in_episodes = EPISODE_LOSS_TOKENS.name in shard.tokens
-        objective = PolicyObjective(config, **total, in_episodes=in_episodes, distillation_coef=distillation_coef)
+        objective = PolicyObjective(
+            config,
+            total["num_loss_tokens"],
+            total["num_sequences"],
+            in_episodes=in_episodes,
+            distillation_coef=distillation_coef,
+        )
         updated, outputs = self.engines["actor"].logprobs_and_update(
             shard, mini_batch, objective, temperature=temperature
         )
