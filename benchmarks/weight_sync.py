@@ -4,6 +4,7 @@ python benchmarks/weight_sync.py                              # 0.1 and 1 GB, tr
 python benchmarks/weight_sync.py --gb 8 --layouts tp2         # up to what memory holds three times
 python benchmarks/weight_sync.py --server-tp 2 --bucket-mb 64 # other servers, buckets: --help
 python benchmarks/weight_sync.py --paths in-turn gathered     # what it saves to gather while servers load
+python benchmarks/weight_sync.py --model 0.6b --layouts 1 --adapter-rank 32 # beside it an adapter alone, to SGLang
 
 On a CPU. A byte is copied twice: by the trainer rank that holds it into memory that all processes of the machine map,
 and by the server out of it. The limit is therefore half of the speed of one copy, which is measured after every sync in
@@ -26,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import record
-from updates import Sizes, make_model
+from updates import MODELS, Sizes, make_model
 
 COPIES = 2
 LAYERS = 8
@@ -40,7 +41,8 @@ LAYOUTS = {"1": (1, 1, 1), "tp2": (2, 2, 1), "pp2": (2, 1, 2), "tp2pp2": (4, 2, 
 class SyncJob:
     """layout: world, tp and pp size of the trainer.
 
-    paths: shared (one machine), gathered (several, or GPUs), in-turn (gathered, one bucket after the other).
+    paths: shared (one machine), gathered (several, or GPUs), in-turn (gathered, one bucket after the other), adapter.
+    adapter_rank: the trainer has adapters of all projections, and sends them alone; 0: it has none.
     """
 
     model_path: str
@@ -55,6 +57,7 @@ class SyncJob:
     repeats: int
     warmup: int
     device: str = "cpu"
+    adapter_rank: int = 0
 
     @property
     def world_size(self) -> int:
@@ -64,6 +67,8 @@ class SyncJob:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, nargs="+", default=[0.1, 1.0], help="sizes of the model, 1e9 bytes")
+    parser.add_argument("--model", choices=MODELS, help="in the place of --gb: the widths of a model")
+    parser.add_argument("--adapter-rank", type=int, default=0, help="measures an adapter of that rank, too")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["1", "tp2", "pp2"], help="of the trainer")
     parser.add_argument("--server-tp", type=int, nargs="+", default=[1], help="ranks of the server")
     parser.add_argument("--bucket-mb", type=int, nargs="+", default=[64, 512], help="MiB")
@@ -109,18 +114,23 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
     ran_on = record.machine("cpu", now=options.now)
     measured = []
-    for gb in options.gb:
+    models = [MODELS[options.model]] if options.model else [sizes_of(gb, options.dtype) for gb in options.gb]
+    for sizes in models:
         with tempfile.TemporaryDirectory() as directory:
-            make_model(directory, sizes_of(gb, options.dtype), options.dtype, MAX_MODEL_LEN, "cpu", options.seed)
+            make_model(directory, sizes, options.dtype, MAX_MODEL_LEN, "cpu", options.seed)
             for server_tp in options.server_tp:
                 measured += measure_server(options, directory, server_tp)
+                if options.adapter_rank:
+                    measured += measure_server(options, directory, server_tp, options.adapter_rank)
     result = {"copies_per_byte": COPIES, "measured": measured}
     print(report(measured))
     return record.keep("weight_sync", arguments, vars(options), ran_on, result, device="cpu")
 
 
-def measure_server(options: argparse.Namespace, model_path: str, server_tp: int) -> list[dict[str, Any]]:
-    """One server, synced from trainers of every layout."""
+def measure_server(
+    options: argparse.Namespace, model_path: str, server_tp: int, adapter_rank: int = 0
+) -> list[dict[str, Any]]:
+    """One server, synced from trainers of every layout.  adapter_rank: as `SyncJob`."""
     from scalerl.config.schema import RolloutConfig
     from scalerl.rollout.servers.engines import ENGINES, Launch
     from scalerl.rollout.servers.process import RolloutServer, start_on_free_port
@@ -130,7 +140,10 @@ def measure_server(options: argparse.Namespace, model_path: str, server_tp: int)
     )
 
     def make_server(port: int) -> RolloutServer:
-        command, env = ENGINES[config.name].command(Launch(model_path, config, "cpu", MAX_MODEL_LEN, port=port))
+        launch = Launch(
+            model_path, config, "cpu", MAX_MODEL_LEN, port=port, adapter=adapter_of(model_path, adapter_rank)
+        )
+        command, env = ENGINES[config.name].command(launch)
         return RolloutServer(command, env, f"http://127.0.0.1:{port}", log_path, options.start_timeout_s)
 
     measured = []
@@ -147,16 +160,25 @@ def measure_server(options: argparse.Namespace, model_path: str, server_tp: int)
                     server_tp=server_tp,
                     layout=LAYOUTS[layout],
                     dtype=options.dtype,
-                    bucket_mb=tuple(options.bucket_mb),
-                    paths=tuple(options.paths),
+                    bucket_mb=tuple(options.bucket_mb[:1] if adapter_rank else options.bucket_mb),
+                    paths=("adapter",) if adapter_rank else tuple(options.paths),
                     repeats=options.repeats,
                     warmup=options.warmup,
+                    adapter_rank=adapter_rank,
                 )
                 measurements = run_ranks(job)
                 measured += [{"layout": layout, "server_tp": server_tp} | one for one in measurements]
         finally:
             server.stop()
     return measured
+
+
+def adapter_of(model_path: str, rank: int) -> Any:
+    """Of all projections; None with rank 0."""
+    from scalerl.models import ModelShape
+    from scalerl.models.adapters import Adapter, projections
+
+    return Adapter(rank, 2 * rank, projections(ModelShape.from_hf(model_path))) if rank else None
 
 
 def run_ranks(job: SyncJob) -> list[dict[str, Any]]:
@@ -220,7 +242,8 @@ def measure_rank(job: SyncJob) -> list[dict[str, Any]]:
     world, tp_size, pp_size = job.layout
     groups = initialize(Layout(world, tp_size=tp_size, pp_size=pp_size), backend="gloo", timeout_s=600, seed=1)
     megatron = MegatronConfig(tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=pp_size, dtype=job.dtype)
-    engine = MegatronEngine(job.model_path, megatron, groups, optim=None)
+    adapter = adapter_of(job.model_path, job.adapter_rank)
+    engine = MegatronEngine(job.model_path, megatron, groups, optim=None, adapter=adapter)
     return [measure_syncs(job, engine, path, mib) for mib in job.bucket_mb for path in job.paths]
 
 
@@ -238,8 +261,9 @@ def measure_syncs(job: SyncJob, engine: Any, path: str, bucket_mb: int) -> dict[
         json.loads((Path(job.model_path) / "config.json").read_text()),
         bucket_bytes=bucket_mb * 2**20,
         timeout_s=300.0,
+        adapter=adapter_of(job.model_path, job.adapter_rank),
     )
-    if path != "shared":
+    if path not in ("shared", "adapter"):
         sync.transport = gathered(engine.export_buckets, in_turn=path == "in-turn")
     copied: list[torch.Tensor] = []
     seconds: dict[str, list[float]] = {"send": [], "whole": [], "copy": []}

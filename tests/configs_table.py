@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from scalerl.base.files import GIB
-from scalerl.config import compose, world_size
+from scalerl.config import world_size
 from scalerl.config.value_checks import device_memory_bytes
-from scalerl.extras.plan.plan import STATES, MemoryPlan, memory_plan
+from scalerl.extras.plan.plan import ADAPTERS, STATES, MemoryPlan, memory_plan
 from scalerl.extras.plan.seconds import predicted_seconds
-from scalerl.models import ModelShape
-from tests.model_configs import FILES, WITH_CRITIC, model_of, read_config
+from tests.model_configs import FILES, run_config, run_shapes
 
 _COLUMNS = (
     "file",
@@ -30,9 +29,7 @@ def docs_table(memory_bytes: int) -> str:
 
 
 def _row(name: str, memory_bytes: int) -> str:
-    cfg = compose("ppo", ["--config-dir", str(FILES[name].parent), "--config-name", name], rules=False)
-    actor = ModelShape.from_config(read_config(model_of(name)))
-    shapes = {"actor": actor, "ref": actor} | ({"critic": actor.with_head("value")} if name in WITH_CRITIC else {})
+    cfg, shapes = run_config(name), run_shapes(name)
     plan = memory_plan(cfg, shapes, memory_bytes=memory_bytes)
     server = plan.server
     assert server is not None and server.kv_tokens is not None
@@ -42,7 +39,7 @@ def _row(name: str, memory_bytes: int) -> str:
         str(world_size(cfg)),
         f"{plan.num_parameters / 1e9:.1f}",
         f"{_trainers_peak(plan) / GIB:.1f}",
-        f"{(server.weights + server.kv_bytes + server.states) / GIB:.1f}{fits}",
+        f"{(server.weights + server.kv_bytes + server.states + server.adapters) / GIB:.1f}{fits}",
         f"{max(0, server.kv_tokens):,}",
         f"{plan.checkpoint_bytes / GIB:.0f}",
         f"{predicted_seconds(cfg, shapes, plan):.0f}" if plan.concurrency else "-",
@@ -52,7 +49,7 @@ def _row(name: str, memory_bytes: int) -> str:
 
 def _trainers_peak(plan: MemoryPlan) -> int:
     """Of all phases, without the weights and the KV cache of servers."""
-    of_servers = ("server weights", "KV cache", STATES)
+    of_servers = ("server weights", "KV cache", STATES, ADAPTERS)
     phases = [phase for device in plan.devices for phase in device.phases]
     return max(sum(size for part, size in phase.parts.items() if part not in of_servers) for phase in phases)
 

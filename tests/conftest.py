@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
 import psutil
@@ -53,6 +55,17 @@ def processes(pytestconfig: pytest.Config) -> Iterator[Processes]:
     with Processes.start(num_workers=NUM_WORKERS, device="cpu", keep=True) as started:
         pytestconfig.stash[_processes] = started
         yield started
+
+
+@pytest.fixture
+def peft(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Another implementation of adapters, which lies apart from what scalerl needs: .ci/run installs it."""
+    from transformers.utils import is_peft_available
+
+    monkeypatch.syspath_prepend(str(Path(sys.prefix, "optional/peft")))
+    # transformers keeps the answer.
+    is_peft_available.cache_clear()
+    return pytest.importorskip("peft")
 
 
 @pytest.hookimpl(trylast=True)

@@ -13,8 +13,11 @@ import transformers
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from scalerl.models import without_quantization
+from scalerl.config import PPOConfig, compose
+from scalerl.config.errors import ErrorCollector
+from scalerl.models import ModelShape, without_quantization
 from scalerl.models.registry import ALIASES
+from scalerl.trainer.checks.models import trained_shape
 
 MODELS = Path(__file__).parents[1] / "configs" / "models"
 # The runs of configs/.
@@ -54,6 +57,22 @@ def model_of(run: str) -> str:
     """The name in CONFIGS of the model that a file of configs/ trains."""
     path = yaml.safe_load(FILES[run].read_text(encoding="utf-8"))["actor_rollout_ref"]["model"]["path"]
     return NAMES[Path(path).name]
+
+
+@cache
+def run_config(name: str) -> PPOConfig:
+    """A file of configs/."""
+    return compose("ppo", ["--config-dir", str(FILES[name].parent), "--config-name", name], rules=False)
+
+
+@cache
+def run_shapes(name: str) -> dict[str, ModelShape]:
+    """The shapes of the models of a file of configs/, with their adapters, by role."""
+    actor = ModelShape.from_config(read_config(model_of(name)))
+    errors = ErrorCollector()
+    shapes = {"actor": trained_shape(errors, run_config(name), actor), "ref": actor}
+    assert errors.violations == []
+    return shapes | ({"critic": actor.with_head("value")} if name in WITH_CRITIC else {})
 
 
 @cache

@@ -35,6 +35,7 @@ from scalerl.base.files import Writeback, flush
 from scalerl.checkpoint import PIECES_INDEX_NAME
 
 METADATA_NAME = ".metadata"
+COMMON_NAME = "common.pt"
 # Subdirectory of a model's directory in a checkpoint.
 DIST_CKPT = "dist_ckpt"
 # Bytes of a tensor that are copied from its device, read or checked at a time.
@@ -283,7 +284,7 @@ def write_index(directory: Path, files: Sequence[WrittenFile], common: Mapping[s
     # Megatron's own load looks here for the format.
     megatron = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
     written = {
-        directory / "common.pt": state.getvalue(),
+        directory / COMMON_NAME: state.getvalue(),
         directory / "metadata.json": json.dumps(megatron).encode(),
         directory / PIECES_INDEX_NAME: json.dumps(index, separators=(",", ":")).encode(),
         directory / METADATA_NAME: pickle.dumps(content),

@@ -30,6 +30,7 @@ from scalerl.checkpoint.pieces import (
     ALGORITHM,
     BLOCK_BYTES,
     CACHED_BYTES,
+    COMMON_NAME,
     METADATA_NAME,
     Digest,
     StoredPiece,
@@ -119,6 +120,17 @@ class DistCheckpoint:
             for key, entry in entries.items()
             if isinstance(entry, metadata.TensorStorageMetadata)
         }
+
+    @cached_property
+    def common(self) -> Mapping[str, Any]:
+        """The state that is the same on all ranks; {} where none was saved.  Raises DamagedCheckpointError."""
+        path = self.dir / COMMON_NAME
+        if not path.is_file():
+            return {}
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except (RuntimeError, ValueError, KeyError, AttributeError, EOFError, pickle.UnpicklingError):
+            raise DamagedCheckpointError(f"{path} is damaged; scalerl inspect --check compares every file") from None
 
     @property
     def has_digests(self) -> bool:

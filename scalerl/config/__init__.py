@@ -11,11 +11,11 @@ from scalerl.config.help import help_text
 from scalerl.config.layout import LayoutSizes, alignment
 from scalerl.config.layout_checks import ModelSizes, layout_violations, recompute_violations, server_violations
 from scalerl.config.pools import Pool, num_devices, pools_of, trained_layout, world_size
-from scalerl.config.roles import ModelRole, model_roles, uses_critic, uses_reference
+from scalerl.config.roles import ModelRole, model_roles, refers_to_actor, uses_critic, uses_reference
 from scalerl.config.run_length import decay_to_the_end, too_few_conversations, too_few_prompts, total_steps
 from scalerl.config.save import flatten, save_resolved
 from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig
-from scalerl.config.servers import transport_of
+from scalerl.config.servers import sends_adapter, transport_of
 
 __all__ = [
     "Composed",
@@ -42,9 +42,11 @@ __all__ = [
     "num_devices",
     "pools_of",
     "recompute_violations",
+    "refers_to_actor",
     "refuse_same_output",
     "run_jobs",
     "save_resolved",
+    "sends_adapter",
     "server_violations",
     "too_few_conversations",
     "too_few_prompts",

@@ -116,6 +116,13 @@ def model_roles(cfg: PPOConfig) -> list[ModelRole]:
     return [role for role in all_model_roles(cfg) if role.active]
 
 
+def refers_to_actor(cfg: PPOConfig, role: ModelRole) -> bool:
+    """Whether a role is the reference that is the actor's model without its adapter, on the actor's ranks."""
+    policy = cfg.actor_rollout_ref
+    is_same = policy.ref.model_path is None and not role.has_own_pool
+    return role.name == "ref" and policy.model.lora_rank > 0 and is_same
+
+
 def different_sizes(role: ModelRole, actor: MegatronConfig) -> list[str]:
     """The names among LAYOUT_FIELDS in which a role differs from the actor."""
     return [name for name in LAYOUT_FIELDS if getattr(role.megatron, name) != getattr(actor, name)]

@@ -26,6 +26,7 @@ class EngineTraits:
     answers_openai: its server has OpenAI's API too, so that `scalerl serve` can run it; the first such engine is taken.
     returns_experts: its servers say which experts their routers chose (algorithm.routing_replay).
     computes_in_fp8: it has kernels for weights of 8 bits (rollout.quantization).
+    loads_adapters: its servers compute with an adapter beside the model (model.lora_rank), and need no merged weights.
     """
 
     spans_nodes: bool = False
@@ -34,12 +35,18 @@ class EngineTraits:
     answers_openai: bool = False
     returns_experts: bool = False
     computes_in_fp8: bool = False
+    loads_adapters: bool = False
 
 
 # The value of rollout.name, which is also the module of `rollout.servers.engines` with its `ENGINE` -> traits.
 ROLLOUT_ENGINES = {
     "sglang": EngineTraits(
-        spans_nodes=True, compiles_kernels=True, answers_openai=True, returns_experts=True, computes_in_fp8=True
+        spans_nodes=True,
+        compiles_kernels=True,
+        answers_openai=True,
+        returns_experts=True,
+        computes_in_fp8=True,
+        loads_adapters=True,
     ),
     "embedded": EngineTraits(repeats_draws=True),
 }
@@ -144,6 +151,13 @@ def replica_violations(
             f"devices have room for {room.num_replicas} of {key} = {room.tp_size}; set "
             f"{section}.num_replicas={room.num_replicas} or less, or null"
         )
+
+
+def sends_adapter(cfg: PPOConfig) -> bool:
+    """Whether the servers get the policy's adapter alone, beside the model of its files."""
+    model = cfg.actor_rollout_ref.model
+    loads = traits_of(cfg.actor_rollout_ref.rollout.name).loads_adapters
+    return model.lora_rank > 0 and not model.lora.merge and loads
 
 
 def transport_of(cfg: PPOConfig) -> TransportName:

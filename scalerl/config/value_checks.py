@@ -99,6 +99,10 @@ def _has_one_group(value: Any) -> bool:
 
 TEXT = Domain(_is_text, "a non-empty text", "a name")
 TEXTS = Domain(_is_distinct_texts, "a list of different, non-empty texts", "[]")
+TARGETS = Domain(
+    lambda v: v == "all-linear" or (_is_distinct_texts(v) and len(v) > 0),
+    "all-linear, or a list of different names of projections",
+)
 WEIGHTS = Domain(
     lambda v: isinstance(v, dict) and all(_is_number(weight) for weight in v.values()),
     "finite numbers by name",

@@ -53,7 +53,11 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--hf_model_path",
         default=None,
-        help="the model that the run began from: a vision tower and layers that predict further tokens come from it",
+        help="the model that the run began from: of adapters the weights, of others a vision tower and layers that "
+        "predict further tokens come from it",
+    )
+    command.add_argument(
+        "--merge-adapters", action="store_true", help="of adapters: the whole model with them, not a directory of peft"
     )
     command.add_argument("--hf_upload_path", default=None, help="repository of the Hugging Face Hub: user/name")
     command.add_argument("--private", action="store_true", help="make that repository private, where it is new")
@@ -94,12 +98,14 @@ def _merge(args: argparse.Namespace) -> int:
         "num_workers": args.workers,
     }
     if args.backend == "fsdp":
-        if args.hf_model_path is not None:
-            raise ValueError("--hf_model_path: the files of an FSDP run have every tensor; leave it out")
+        if args.hf_model_path is not None or args.merge_adapters:
+            name = "--merge-adapters" if args.merge_adapters else "--hf_model_path"
+            raise ValueError(f"{name}: the files of an FSDP run have every tensor; leave it out")
         summary = merge_fsdp(args.local_dir, args.target_dir, **options)
     else:
         path = None if args.hf_model_path is None else model_directory(args.hf_model_path, "--hf_model_path")
-        summary = merge(args.local_dir, args.target_dir, hf_model_path=path, **options)
+        adapters = {"merge_adapters": args.merge_adapters}
+        summary = merge(args.local_dir, args.target_dir, hf_model_path=path, **adapters, **options)
     print(
         f"merged {summary.num_tensors} tensors, {summary.num_bytes:,} bytes ({summary.dtype}), in {summary.num_files} "
         f"file{'s' if summary.num_files > 1 else ''} and {summary.seconds:.1f} s: {summary.target_dir}"

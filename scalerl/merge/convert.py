@@ -7,14 +7,16 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from scalerl.base.files import CONFIG_NAME
 from scalerl.checkpoint.pieces import TensorSpec
 from scalerl.checkpoint.store import COMPLETE_NAME, integrity_problem
 from scalerl.checkpoint.torch_dist import DistCheckpoint, while_there
+from scalerl.merge.adapters import base_directory, base_model, stored_adapter, write_adapted, write_adapter
 from scalerl.merge.copy import Copy, StackPart, copy_all
 from scalerl.merge.writer import DTYPE_NAMES, SafetensorsFile, model_files, whole_directory
 from scalerl.models import (
@@ -29,6 +31,8 @@ from scalerl.models import (
     family_of,
     read_config,
 )
+from scalerl.models.adapters import trained_params
+from scalerl.models.weights import ADAPTER_NAME
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -61,13 +65,17 @@ def merge(
     overwrite: bool = False,
     num_workers: int | None = None,
     hf_model_path: str | Path | None = None,
+    merge_adapters: bool = False,
 ) -> MergeSummary:
     """Writes the model of a distributed checkpoint as a Hugging Face directory; whole or not at all.
 
-    The data that is read is compared with the digests that were saved.
+    Of a checkpoint that has an adapter: a directory of peft, or the model with the adapter in its weights. The data
+    that is read is compared with the digests that were saved.
     num_workers: threads; None: as many as cores, at most 8.
     hf_model_path: the model that the run began from. Its untrained tensors (vision tower, layers that predict further
-    tokens) are copied as they are; None: left out, which a model with a vision tower refuses.
+    tokens) are copied as they are; None: left out, which a model with a vision tower refuses. With an adapter: None is
+    the model that the checkpoint's config.yaml names.
+    merge_adapters: of a checkpoint that has an adapter, write the whole model.
     local_dir: `global_step_N/actor` or `global_step_N`. dtype: float32 | bfloat16 | float16; None keeps what is stored.
     Raises ValueError: not a finished checkpoint; missing, unexpected or wrongly shaped tensors (all in one error);
     a target that is not empty (unless overwrite, which replaces a Hugging Face model directory only).
@@ -76,23 +84,33 @@ def merge(
     actor_dir, target = _actor_dir(Path(local_dir)), Path(target_dir)
     check_target(target, actor_dir, overwrite)
     hf_dir = actor_dir / "huggingface"
-    shape = ModelShape.from_hf(hf_dir)
+    checkpoint = DistCheckpoint(actor_dir / "dist_ckpt")
+    adapter = stored_adapter(checkpoint)
+    if adapter is None and merge_adapters:
+        raise ValueError(f"{actor_dir} has a whole model and no adapter; leave out --merge-adapters")
+    shape = replace(ModelShape.from_hf(hf_dir), adapter=adapter)
     family = family_of(shape)
-    if family.text_config and hf_model_path is None:
+    if family.text_config and hf_model_path is None and adapter is None:
         raise ValueError(
             f"{hf_dir} is of a {family.model_type} model, whose files hold {' and '.join(family.untrained)}*, which a "
             "run does not train; give --hf_model_path, the model that the run began from, to copy them"
         )
-    checkpoint = DistCheckpoint(actor_dir / "dist_ckpt")
-    keys = _check_complete(checkpoint, family, shape)
-    out_dtype = _out_dtype(checkpoint, [keys[p.name] for p in family.params(shape) if not p.keeps_float32], dtype)
+    params = trained_params(shape)
+    keys = _check_complete(checkpoint, family, params, shape)
+    out_dtype = _out_dtype(checkpoint, [keys[p.name] for p in params if not p.keeps_float32], dtype)
 
     with while_there(actor_dir), closing(checkpoint), whole_directory(target) as directory:
-        with _untrained(hf_model_path, family) as others:
-            specs = _write_tensors(directory, checkpoint, keys, shape, out_dtype, others, max_shard_bytes, num_workers)
-        copy_beside(hf_dir, directory, out_dtype)
-        with HFWeights(directory) as written:
-            written.check(family, ModelShape.from_hf(directory))
+        base = None if adapter is None else base_model(actor_dir, hf_model_path)
+        if adapter is not None and not merge_adapters:
+            specs = write_adapter(directory, checkpoint, keys, shape, out_dtype, base, num_workers)
+        else:
+            base_dir = None if adapter is None else base_directory(actor_dir, checkpoint, base)
+            with _untrained(base_dir or hf_model_path, family) as others:
+                to = (directory, checkpoint, keys, shape, out_dtype, others, max_shard_bytes, num_workers)
+                specs = _write_tensors(*to) if base_dir is None else write_adapted(*to, base_dir)
+            copy_beside(hf_dir, directory, out_dtype)
+            with HFWeights(directory) as written:
+                written.check(family, ModelShape.from_hf(directory))
     return MergeSummary.of(target, specs, out_dtype, start)
 
 
@@ -135,14 +153,15 @@ def check_target(target: Path, actor_dir: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise ValueError(f"--target_dir {target} is not empty; give another, or --overwrite to replace it")
-    if not (target / "config.json").is_file():
+    if not any((target / name).is_file() for name in (CONFIG_NAME, ADAPTER_NAME)):
         raise ValueError(f"--target_dir {target} is not empty and no model directory; --overwrite replaces models only")
 
 
-def _check_complete(checkpoint: DistCheckpoint, family: Family, shape: ModelShape) -> dict[str, str]:
+def _check_complete(
+    checkpoint: DistCheckpoint, family: Family, params: Sequence[Param], shape: ModelShape
+) -> dict[str, str]:
     """Checkpoint key of every Param.name. Raises one ValueError with all that is wrong."""
     tensors = checkpoint.tensors
-    params = family.params(shape)
     prefix = CHECKPOINT_MODEL_PREFIX if any(k.startswith(CHECKPOINT_MODEL_PREFIX) for k in tensors) else ""
     keys = {p.name: prefix + p.name for p in params}
     known = set(keys.values())

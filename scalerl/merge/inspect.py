@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from scalerl.checkpoint.errors import DamagedCheckpointError
 from scalerl.checkpoint.store import (
     COMPLETE_NAME,
     TRAINER_STATE_NAME,
@@ -24,6 +19,7 @@ from scalerl.checkpoint.store import (
 )
 from scalerl.checkpoint.torch_dist import DistCheckpoint, while_there
 from scalerl.errors import EXIT_USER_ERROR, CommandParser
+from scalerl.merge.adapters import stored_adapter
 from scalerl.models import ModelShape
 
 # Prefixes of keys -> what these tensors are. Keys with none of them are weights of the model.
@@ -83,12 +79,13 @@ def describe_checkpoint(directory: Path) -> Iterator[str]:
 def _describe_role(directory: Path) -> Iterator[str]:
     shape = ModelShape.from_hf(directory / "huggingface")
     yield f"  {directory.name}: {shape.model_type}, {shape.num_layers} layers, hidden size {shape.hidden_size}"
-    common = _common(directory / "dist_ckpt" / "common.pt")
-    layout = common["layout"]
-    if layout is not None:
-        yield "    saved on " + ", ".join(f"{name} {layout[name]}" for name in _LAYOUT)
-    yield f"    after {common['num_updates']} updates"
     with DistCheckpoint(directory / "dist_ckpt") as stored:
+        layout, adapter = stored.common.get("layout"), stored_adapter(stored)
+        if layout is not None:
+            yield "    saved on " + ", ".join(f"{name} {layout[name]}" for name in _LAYOUT)
+        yield f"    after {stored.common.get('num_updates')} updates"
+        if adapter is not None:
+            yield f"    an adapter of rank {adapter.rank}, alpha {adapter.alpha:g}: {', '.join(adapter.targets)}"
         num_bytes, numbers, dtypes, pieces = Counter(), Counter(), {}, Counter()
         for key, tensor in stored.tensors.items():
             part = next((name for start, name in _PARTS.items() if key.startswith(start)), "weights")
@@ -100,15 +97,6 @@ def _describe_role(directory: Path) -> Iterator[str]:
     for part, size in num_bytes.items():
         kinds = ", ".join(sorted(dtypes[part]))
         yield f"    {part}: {numbers[part]:,} numbers ({kinds}), {_gb(size)} in {pieces[part]} pieces {digests}"
-
-
-def _common(path: Path) -> dict[str, Any]:
-    """The state that is the same on all ranks. Raises DamagedCheckpointError."""
-    try:
-        common = torch.load(path, map_location="cpu", weights_only=True)
-        return {"num_updates": common["num_updates"], "layout": common.get("layout")}
-    except (RuntimeError, ValueError, KeyError, AttributeError, EOFError, pickle.UnpicklingError):
-        raise DamagedCheckpointError(f"{path} is damaged; --check compares every file") from None
 
 
 def _directory(path: Path) -> Path:

@@ -6,12 +6,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from scalerl.models.block_scales import weight_block
 from scalerl.models.mxfp4 import is_mxfp4
 from scalerl.models.registry import family_named, family_of
 from scalerl.models.table import Family
+
+if TYPE_CHECKING:
+    from scalerl.models.adapters import Adapter
 
 # Key of config.json for each field that has no default.
 REQUIRED_KEYS = {
@@ -88,6 +91,8 @@ class ModelShape:
     num_prediction_layers: extra layers that predict further tokens; they are stored with the model and not used.
     q_lora_rank .. v_head_dim: latent attention (None: grouped-query attention; q_lora_rank None: queries uncompressed).
     head: lm (next-token logits), or value (one number per token: critics and reward models; never tied).
+    adapter: the low-rank adapter that is trained in the place of the weights (None: they are trained); not of
+    config.json.
     """
 
     model_type: str
@@ -143,6 +148,7 @@ class ModelShape:
     qk_rope_head_dim: int | None = None
     v_head_dim: int | None = None
     head: Head = "lm"
+    adapter: Adapter | None = None
 
     @classmethod
     def from_hf(cls, model_dir: str | Path) -> ModelShape:

@@ -53,10 +53,5 @@ def largest_tensor(shape: ModelShape) -> int:
     return max(sum(map(prod, param.hf_shapes(shape).values())) for param, _ in counted_params(shape))
 
 
-def checkpoint_bytes(shape: ModelShape, itemsize: int) -> int:
-    """The bytes of a checkpoint's tensors: the weights, and float32 main parameter and two moments of each."""
-    return model_bytes(shape, itemsize) + 3 * FLOAT * num_parameters(shape)
-
-
 def _numbers(param: Param, shape: ModelShape) -> int:
     return prod(param.joined_shape(shape))

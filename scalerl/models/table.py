@@ -92,6 +92,7 @@ def dim_sizes(shape: ModelShape) -> dict[str, int]:
         "shared_ffn": shape.shared_expert_ffn_hidden_size,
         "value": 1,
         "gate_up_ffn": 2 * shape.ffn_hidden_size,
+        "lora_rank": shape.adapter.rank if shape.adapter else 0,
     }
     if shape.linear_layers:
         sizes |= _delta_sizes(shape)
@@ -307,6 +308,10 @@ class Param:
         """Whether the rows come group by group: of query heads, or of a delta net's key heads."""
         return self.kind in ("qkv", "delta")
 
+    def row_groups(self, shape: ModelShape) -> int:
+        """The number of groups that the rows come in, those of each Hugging Face tensor in turn; 1: in no groups."""
+        return self._group_rows(shape)[0] if self._is_grouped else 1
+
     def _group_rows(self, shape: ModelShape) -> tuple[int, list[list[int]]]:
         """The number of groups of the whole tensor, and for each Hugging Face tensor the rows of a group by section."""
         sizes = dim_sizes(shape)
@@ -339,6 +344,21 @@ class Param:
             halves = [s.chunk(2) for s in shards]
             return torch.cat([h[0] for h in halves] + [h[1] for h in halves])
         return torch.cat(list(shards))
+
+    def boxes(
+        self, shape: ModelShape, tp_rank: int, tp_size: int
+    ) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+        """A rank's shard of a matrix as boxes of the joined tensor: (its start in the shard, offsets, sizes)."""
+        rows, columns = self.mcore_shape(shape, tp_size)
+        if self.kind == "row":
+            return [(0, (0, tp_rank * columns), (rows, columns))]
+        if self.kind == "replicated":
+            return [(0, (0, 0), (rows, columns))]
+        # Gate rows of all ranks come before the up rows of all.
+        parts = 2 if self.kind == "gate_up" else 1
+        rows //= parts
+        places = ((part, (part * tp_size + tp_rank) * rows) for part in range(parts))
+        return [(part * rows * columns, (first, 0), (rows, columns)) for part, first in places]
 
     def to_hf(self, full: torch.Tensor, shape: ModelShape) -> dict[str, torch.Tensor]:
         """Splits a joined tensor into contiguous Hugging Face tensors, without vocabulary padding.

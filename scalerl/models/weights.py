@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -54,6 +55,11 @@ def copy_beside_weights(model_dir: str | Path, target_dir: str | Path) -> None:
         shutil.copy2(Path(model_dir) / name, copy)
         if name == Path(CONFIG_NAME) and weight_block(config := read_config(model_dir)) is not None:
             copy.write_text(json.dumps(without_quantization(config), indent=2) + "\n", encoding="utf-8")
+
+
+def joined_digest(digests: Mapping[str, str]) -> str:
+    """SHA-256 of all weights of a model, however they are split over files.  digests: those of tensors, by name."""
+    return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
 
 
 class HFWeights:
@@ -182,6 +188,17 @@ class HFWeights:
             return self._file(file_name).get_slice(name)
         except SafetensorError as error:
             raise ValueError(f"{self.dir / file_name}: tensor {name} cannot be read: {error}") from None
+
+    def digest(self, name: str) -> str:
+        """SHA-256 of a tensor as it is stored: of its name, dtype, shape and bytes.  Unmaps the files."""
+        import torch
+
+        tensor = self._slice(name)[:]
+        digest = hashlib.sha256(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+        # What was read stays resident until then.
+        self.close()
+        return digest.hexdigest()
 
     def check(self, family: Family, shape: ModelShape, may_have: Collection[str] = ()) -> None:
         """Raises one ValueError that lists all missing, extra and wrongly shaped tensors; reads headers only.

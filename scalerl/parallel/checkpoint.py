@@ -37,6 +37,9 @@ from scalerl.checkpoint.errors import CheckpointReadError, DamagedCheckpointErro
 from scalerl.checkpoint.pieces import DIST_CKPT, Piece, WrittenFile, boxes, write_file, write_index
 from scalerl.checkpoint.store import RNG, CheckpointWriteError
 from scalerl.errors import UserError
+from scalerl.models.adapters import adapter_params
+from scalerl.parallel.expert_weights import stacked_name
+from scalerl.parallel.loading import place
 from scalerl.parallel.optimizer import optimizer_parts
 
 if TYPE_CHECKING:
@@ -169,13 +172,38 @@ def _pieces(key: str, flat: torch.Tensor, start: int, parts: list[Part], dp_rank
 
 def model_tensors(engine: MegatronEngine) -> Iterator[tuple[torch.Tensor, list[Part], tuple[int, int]]]:
     """Every parameter and buffer that a checkpoint holds, its parts, and (rank, size) among its copies."""
+    of_adapter = {tensor: parts for tensor, parts in adapter_tensors(engine)} if engine.shape.adapter else {}
+    for tensor, parts in of_adapter.items():
+        yield tensor, parts, _copies(engine, tensor)
     for chunk in engine.chunks:
         for sharded in nested_values(chunk.sharded_state_dict(metadata=dict(_METADATA))):
             if isinstance(sharded, ShardedTensorFactory | ShardedTensor):
                 tensor = sharded.data
                 assert tensor is not None
+                # With an adapter what it leaves as it is, is not saved.
+                if of_adapter and (tensor in of_adapter or not tensor.requires_grad):
+                    continue
                 built = list(nested_values(sharded.build())) if isinstance(sharded, ShardedTensorFactory) else [sharded]
-                yield tensor, [_part(tensor, shard) for shard in built], _copies(engine, tensor, sharded.replica_id)
+                copies, replica_id = _copies(engine, tensor), sharded.replica_id
+                assert isinstance(replica_id, tuple) and replica_id[-1] == copies[0], "megatron counts other copies"
+                yield tensor, [_part(tensor, shard) for shard in built], copies
+
+
+def adapter_tensors(engine: MegatronEngine) -> Iterator[tuple[torch.Tensor, list[Part]]]:
+    """Every parameter of an engine's adapter on this rank, and its parts: of stacked experts one for each."""
+    parts: dict[torch.Tensor, list[Part]] = {}
+    parameters = [dict(chunk.named_parameters()) for chunk in engine.chunks]
+    layout, at, shape = engine.groups.layout, engine.groups.coordinates, engine.shape
+    for param, chunk, name in place(adapter_params(shape), shape, engine.groups):
+        rank, size = (at.tp_rank, layout.tp_size) if param.expert is None else (0, 1)
+        name, expert = stacked_name(name)
+        # Copies of an expert are all counted in their group.
+        is_main = param.kind != "replicated" or rank == 0
+        start = (expert or 0) * prod(param.mcore_shape(shape, size))
+        for before, offsets, sizes in param.boxes(shape, rank, size):
+            part = Part(param.name, start + before, param.joined_shape(shape), offsets, sizes, is_main)
+            parts.setdefault(parameters[chunk][name], []).append(part)
+    yield from parts.items()
 
 
 def _part(tensor: torch.Tensor, sharded: ShardedTensor) -> Part:
@@ -192,11 +220,10 @@ def _part(tensor: torch.Tensor, sharded: ShardedTensor) -> Part:
     )
 
 
-def _copies(engine: MegatronEngine, tensor: torch.Tensor, replica_id: Any) -> tuple[int, int]:
+def _copies(engine: MegatronEngine, tensor: torch.Tensor) -> tuple[int, int]:
     # This attribute marks parameters of experts, which have fewer copies.
     is_expert = not getattr(tensor, "allreduce", True)
     group = engine.groups.expert_dp if is_expert else engine.groups.dp_cp
-    assert isinstance(replica_id, tuple) and replica_id[-1] == group.rank(), "megatron counts other copies"
     return group.rank(), group.size()
 
 
@@ -255,6 +282,8 @@ def _common_state(engine: MegatronEngine) -> dict[str, Any]:
     """The state that is the same on all ranks."""
     scaler = getattr(optimizer_parts(engine.optimizer)[0], "grad_scaler", None)
     common = {"num_updates": engine.num_updates, "layout": asdict(engine.groups.layout)}
+    if engine.shape.adapter is not None:
+        common |= {"adapter": asdict(engine.shape.adapter), "base_digest": engine.base_digest}
     if scaler is None:
         return common
     state = {name: value.cpu() if torch.is_tensor(value) else value for name, value in scaler.state_dict().items()}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
@@ -18,14 +18,16 @@ from scalerl.batch import Alignment
 from scalerl.batch.columns import LOGPROBS_OF_TEACHER_IDS, ROUTED_EXPERTS, TEACHER_IDS, TEACHER_LOGPROBS
 from scalerl.batch.data_proto import DataProto, Jagged
 from scalerl.models import Head, ModelShape, family_of
+from scalerl.models.adapters import Adapter, adapter_params, trained_params
 from scalerl.parallel import platform
 from scalerl.parallel.attention import Rotary
 from scalerl.parallel.expert_weights import named_gradients, router_biases
 from scalerl.parallel.experts import layers_with_routers
 from scalerl.parallel.export import Needed, export_buckets
 from scalerl.parallel.layout import Groups
-from scalerl.parallel.loading import load_hf_weights, local_params
+from scalerl.parallel.loading import load_hf_weights, place
 from scalerl.parallel.logprobs import linear_logprobs, linear_top_logprobs
+from scalerl.parallel.lora import adapters_off, add_adapters, base_digest
 from scalerl.parallel.megatron_overrides import megatron_values
 from scalerl.parallel.micro_batch import MicroBatch, by_length, pack_rows, run_schedule, unpack
 from scalerl.parallel.model import build_model, output_weight, transformer_config, whole_hidden
@@ -51,6 +53,8 @@ if TYPE_CHECKING:
 # micro-batches and dp ranks. Of a value head: (values_T, columns).
 Objective = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 RowPositions = Sequence[int]
+# Adapters are small: all ranks but one hold no more than their own part.
+ADAPTER_BUCKET_BYTES = 64 * 2**20
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +63,8 @@ class MegatronEngine:
     """A model on this rank's part of the layout: trainable with `optim`, frozen if it is None.
 
     Every method is collective over all ranks. head: lm (policies), or value (critics and reward models), which takes
-    the place of a language model's.
+    the place of a language model's. adapter: trains in the place of the weights, and a value head with it; it begins
+    with adapter_path, a directory of peft, or as nothing (None).
     """
 
     def __init__(
@@ -70,10 +75,13 @@ class MegatronEngine:
         *,
         optim: OptimConfig | None,
         head: Head = "lm",
+        adapter: Adapter | None = None,
+        adapter_path: str | None = None,
         trust_remote_code: bool = False,
     ) -> None:
         self.groups = groups
-        self.shape = ModelShape.from_hf(model_path).with_head(head)
+        self.model_path = model_path
+        self.shape = replace(ModelShape.from_hf(model_path).with_head(head), adapter=adapter)
         self.family = family_of(self.shape)
         self.device = platform.device_type()
         self.config = transformer_config(self.shape, config, groups, on_cpu=self.device == "cpu")
@@ -83,6 +91,14 @@ class MegatronEngine:
             for chunk in self.chunks:
                 chunk.cuda()
         load_hf_weights(self.chunks, model_path, self.family, self.shape, groups)
+        # What the optimizer updates and a checkpoint holds, in the table's order.
+        self.trained = trained_params(self.shape)
+        # Of the weights that an adapter leaves as they are.
+        self.base_digest: str | None = None
+        if adapter is not None:
+            is_split = self.config.sequence_parallel
+            add_adapters(self.chunks, self.shape, groups, sequence_parallel=is_split, path=adapter_path)
+            self.base_digest = base_digest(model_path)
         # Latent attention turns its own part of the heads.
         self.rotary = None if self.config.multi_latent_attention else Rotary(self.shape, self.device)
         self.num_updates = 0
@@ -356,9 +372,9 @@ class MegatronEngine:
 
     def _main_gradients(self) -> Iterator[Gradient]:
         """This rank's gradients, each with its parameter's position in the family's table and name over all stages."""
-        positions = {param.name: position for position, param in enumerate(self.family.params(self.shape))}
+        positions = {param.name: position for position, param in enumerate(self.trained)}
         gradients = [named_gradients(chunk) for chunk in self.chunks]
-        for param, chunk, name in local_params(self.family, self.shape, self.groups):
+        for param, chunk, name in place(self.trained, self.shape, self.groups):
             # The bias of a router has none.
             if name in gradients[chunk]:
                 yield positions[param.name], param.name, gradients[chunk][name]
@@ -448,9 +464,24 @@ class MegatronEngine:
         needed: which ranks need a bucket, the others get it empty; None: every rank gets all buckets.
         """
         self.require_on_device(PARAMS, work="export_buckets", reads=True)
-        return export_buckets(
-            self.chunks, self.family, self.shape, self.groups, bucket_bytes=bucket_bytes, needed=needed
-        )
+        params = self.family.params(self.shape)
+        return export_buckets(self.chunks, params, self.shape, self.groups, bucket_bytes=bucket_bytes, needed=needed)
+
+    def export_adapter(self, ranks: Collection[int] = (0,)) -> Iterator[tuple[str, Tensor]]:
+        """Yields the adapter's tensors, whole, by peft's names and in their order, on these ranks; nothing on others.
+
+        All ranks must consume it.
+        """
+        self.require_on_device(PARAMS, work="export_adapter", reads=True)
+        params = adapter_params(self.shape)
+        for bucket in export_buckets(
+            self.chunks, params, self.shape, self.groups, bucket_bytes=ADAPTER_BUCKET_BYTES, needed=lambda _: ranks
+        ):
+            yield from bucket
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """Makes the model compute, and be exported, as the one that its adapter changes, inside the block."""
+        return adapters_off(self.chunks)
 
 
 def _loss(batch: MicroBatch, read: Callable, finish: Callable, output: Tensor) -> tuple[Tensor, Tensor, dict]:

@@ -18,7 +18,9 @@ from torch import Tensor
 from scalerl.parallel.layout import mark
 
 # A parameter of a rank's experts: up to its layer's experts, of which weight, of which expert if it is of one.
-_OF_EXPERTS = re.compile(r"(.*\.experts\.)(linear_fc[12]\.(?:weight|bias))(\d*)")
+_OF_EXPERTS = re.compile(r"(.*\.experts\.)(linear_fc[12]\.(?:weight|bias|\w+\.lora_[AB]))(\d*)")
+
+_OF_ONE = re.compile(r"(.*\.experts\.)local_experts\.(\d+)\.(.*)")
 
 
 def mark_of_experts(weight: Tensor, *, is_counted: bool = True) -> None:
@@ -81,6 +83,14 @@ def named_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     return _unstacked((name, parameter) for name, parameter in model.named_parameters()) | router_biases(model)
 
 
+def stacked_name(name: str) -> tuple[str, int | None]:
+    """The parameter that has the tensor of this name, as `named_tensors` names it, and its place there if stacked."""
+    if (match := _OF_ONE.fullmatch(name)) is None:
+        return name, None
+    before, expert, weight = match.groups()
+    return f"{before}{weight}", int(expert)
+
+
 def router_biases(model: torch.nn.Module) -> dict[str, Tensor]:
     """The biases of the routers by name, which an update moves without a gradient."""
     return {name: buffer for name, buffer in model.named_buffers() if name.endswith(".expert_bias")}
@@ -88,7 +98,11 @@ def router_biases(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def named_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     """The gradients that megatron's data parallelism has gathered, by name as in `named_tensors`."""
-    return _unstacked((name, getattr(parameter, "main_grad")) for name, parameter in model.named_parameters())  # noqa: B009
+    return _unstacked(
+        (name, getattr(parameter, "main_grad"))  # noqa: B009
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    )
 
 
 def _unstacked(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -283,19 +283,46 @@ class Experts(MegatronModule):
         ffn, dtype = config.moe_ffn_hidden_size // pg_collection.expt_tp.size(), config.params_dtype
         self.linear_fc1 = _Stacked((num_local_experts, 2 * ffn, config.hidden_size), dtype)
         self.linear_fc2 = _Stacked((num_local_experts, config.hidden_size, ffn), dtype)
+        # Of linear_fc1 and linear_fc2, those with adapters: what the experts' matrix makes of the tokens, and what a
+        # matrix of each expert makes of them -> what the matrix with its adapter does.
+        self.changes: dict[str, Callable[[Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor]] = {}
 
     def forward(self, tokens_NH: Tensor, tokens_per_expert: Tensor, weights_N: Tensor) -> tuple[Tensor, None]:
         """Applies the experts to tokens_NH, sorted by expert, scaled by weights_N.
 
         Returns [N, hidden] (with etp this rank's part of the sum), and no bias.
         """
+        if self.changes:
+            return self._adapted(tokens_NH, tokens_per_expert, weights_N), None
         compute = grouped if self._can_group(tokens_NH) else one_by_one
         return compute(tokens_NH, tokens_per_expert, weights_N, self.linear_fc1.weight, self.linear_fc2.weight), None
+
+    def _adapted(self, tokens_NH: Tensor, tokens_per_expert: Tensor, weights_N: Tensor) -> Tensor:
+        """Applies the experts with their adapters."""
+        if self._can_group(tokens_NH):
+            ends = tokens_per_expert.cumsum(0).to(tokens_NH.device, torch.int32)
+
+            def multiply(tokens: Tensor, weight: Tensor) -> Tensor:
+                return _grouped_mm(tokens, weight.transpose(1, 2), offs=ends)
+        else:
+            sizes = tokens_per_expert.tolist()
+
+            def multiply(tokens: Tensor, weight: Tensor) -> Tensor:
+                return torch.cat([F.linear(*part) for part in zip(tokens.split(sizes), weight.unbind(), strict=True)])
+
+        def apply(name: str, tokens: Tensor) -> Tensor:
+            out = multiply(tokens, getattr(self, name).weight)
+            change = self.changes.get(name)
+            return out if change is None else change(out, lambda a, b: multiply(multiply(tokens, a), b))
+
+        return apply("linear_fc2", _swiglu(apply("linear_fc1", tokens_NH), weights_N))
 
     def _can_group(self, tokens_NH: Tensor) -> bool:
         if not (tokens_NH.is_cuda and tokens_NH.dtype == torch.bfloat16 and len(tokens_NH) and _grouped_mm):
             return False
-        return all(size * tokens_NH.itemsize % _GROUPED_ALIGN_BYTES == 0 for size in self.linear_fc2.weight.shape[1:])
+        # Of adapters, ranks too.
+        sizes = {size for parameter in self.parameters() for size in parameter.shape[1:]}
+        return all(size * tokens_NH.itemsize % _GROUPED_ALIGN_BYTES == 0 for size in sizes)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor
 from scalerl.models import Family, ModelShape, Param, padded_vocab_size
 from scalerl.parallel.expert_weights import named_tensors
 from scalerl.parallel.layout import Groups
-from scalerl.parallel.loading import local_params
+from scalerl.parallel.loading import place
+from scalerl.parallel.lora import adapters_of
 
 # Number of a bucket -> the ranks that need its tensors; the same on every rank.
 Needed = Callable[[int], Collection[int]]
@@ -28,14 +29,14 @@ GATHER_FRAC = 0.25
 ALIGNMENT = 16
 
 
-def plan_buckets(family: Family, shape: ModelShape, itemsize: int, bucket_bytes: int) -> list[list[Param]]:
-    """The parameters of each bucket: in table order, cut where a bucket would pass bucket_bytes; none is empty.
+def plan_buckets(params: Iterable[Param], shape: ModelShape, itemsize: int, bucket_bytes: int) -> list[list[Param]]:
+    """The parameters of each bucket: in their order, cut where a bucket would pass bucket_bytes; none is empty.
 
     Those that an engine joins (`Param.joins_previous`) are in one bucket. The same on every rank.
     """
     buckets: list[list[Param]] = [[]]
     filled = 0
-    for joined in _joined_params(family, shape):
+    for joined in _joined_params(params):
         num_bytes = sum(_hf_bytes(param, shape, itemsize) for param in joined)
         if buckets[-1] and filled + num_bytes > bucket_bytes:
             buckets.append([])
@@ -45,10 +46,10 @@ def plan_buckets(family: Family, shape: ModelShape, itemsize: int, bucket_bytes:
     return buckets
 
 
-def _joined_params(family: Family, shape: ModelShape) -> Iterator[list[Param]]:
-    """The parameters in table order, those that belong in one bucket in one list."""
+def _joined_params(params: Iterable[Param]) -> Iterator[list[Param]]:
+    """The parameters in their order, those that belong in one bucket in one list."""
     joined: list[Param] = []
-    for param in family.params(shape):
+    for param in params:
         if joined and not param.joins_previous:
             yield joined
             joined = []
@@ -61,7 +62,8 @@ def largest_bytes(family: Family, shape: ModelShape, itemsize: int) -> int:
 
     itemsize: bytes of a number.
     """
-    return max(sum(_hf_bytes(param, shape, itemsize) for param in joined) for joined in _joined_params(family, shape))
+    joined_params = _joined_params(family.params(shape))
+    return max(sum(_hf_bytes(param, shape, itemsize) for param in joined) for joined in joined_params)
 
 
 def _hf_bytes(param: Param, shape: ModelShape, itemsize: int) -> int:
@@ -71,25 +73,26 @@ def _hf_bytes(param: Param, shape: ModelShape, itemsize: int) -> int:
 @torch.no_grad()
 def export_buckets(
     chunks: Sequence[torch.nn.Module],
-    family: Family,
+    params: Sequence[Param],
     shape: ModelShape,
     groups: Groups,
     *,
     bucket_bytes: int,
     needed: Needed | None = None,
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yields the buckets as lists of (HF name, full tensor).
+    """Yields the buckets as lists of (HF name, full tensor): weights with their adapters, where they have some.
 
+    params: of the model, or of its adapters, in order.
     Collective over tp, etp, ep, pp: every rank must consume all buckets.
     needed: None: every rank needs every bucket. A rank that does not need one gets an empty list; it hands over its
     shards, and takes part in broadcasts, only where those that need it depend on that.
     Beside a bucket this takes GATHER_FRAC of one; for a tensor that is larger than that, the size of the tensor.
     """
     rank, layout = dist.get_rank(), groups.layout
-    held = _held(chunks, family, shape, groups)
+    held = Held(chunks, params, shape, groups)
     example = next(chunks[0].parameters())
     own = {"dtype": example.dtype, "device": example.device, "gather_bytes": int(bucket_bytes * GATHER_FRAC)}
-    for number, bucket in enumerate(plan_buckets(family, shape, example.element_size(), bucket_bytes)):
+    for number, bucket in enumerate(plan_buckets(params, shape, example.element_size(), bucket_bytes)):
         ranks = range(layout.world_size) if needed is None else needed(number)
         joined = _Joining(bucket, held, shape, groups, {other % layout.stage_size for other in ranks}, **own).joined
         mine = bucket if rank in ranks else ()
@@ -114,10 +117,11 @@ class BucketWriter:
         *,
         bucket_bytes: int,
     ) -> None:
-        self._chunks, self._family, self._shape, self._groups = chunks, family, shape, groups
+        self._chunks, self._shape, self._groups = chunks, shape, groups
         dtype = next(chunks[0].parameters()).dtype
-        self._buckets = plan_buckets(family, shape, dtype.itemsize, bucket_bytes)
-        self._numbers = {param.name: number for number, param in enumerate(family.params(shape))}
+        self._params = family.params(shape)
+        self._buckets = plan_buckets(self._params, shape, dtype.itemsize, bucket_bytes)
+        self._numbers = {param.name: number for number, param in enumerate(self._params)}
         self.tensors = [
             [
                 (name, torch.Size(size), torch.float32 if param.keeps_float32 else dtype)
@@ -134,7 +138,7 @@ class BucketWriter:
 
         Ranks that hold the same parts divide the parameters among them, so that each part is written once.
         """
-        held = _held(self._chunks, self._family, self._shape, self._groups)
+        held = Held(self._chunks, self._params, self._shape, self._groups)
         layout, at = self._groups.layout, self._groups.coordinates
         for param in self._buckets[bucket]:
             if not self._is_mine(param):
@@ -160,15 +164,27 @@ class BucketWriter:
         return self._numbers[param.name] % num_copies == copy
 
 
-def _held(chunks: Sequence[torch.nn.Module], family: Family, shape: ModelShape, groups: Groups) -> dict[str, Tensor]:
-    """This rank's shards, by name in the table; of tied weights the first."""
-    tensors = {
-        (index, name): tensor for index, model in enumerate(chunks) for name, tensor in named_tensors(model).items()
-    }
-    held: dict[str, Tensor] = {}
-    for param, chunk, name in local_params(family, shape, groups):
-        held.setdefault(param.name, tensors[chunk, name].detach())
-    return held
+class Held:
+    """This rank's shards, by name in the table; of tied weights the first. Weights have their adapters merged."""
+
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], params: Iterable[Param], shape: ModelShape, groups: Groups
+    ) -> None:
+        self._chunks = chunks
+        self._tensors = [named_tensors(chunk) for chunk in chunks]
+        self._places: dict[str, tuple[int, str]] = {}
+        for param, chunk, name in place(params, shape, groups):
+            self._places.setdefault(param.name, (chunk, name))
+
+    def num_bytes(self, name: str) -> int:
+        chunk, name = self._places[name]
+        return self._tensors[chunk][name].nbytes
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A weight that has an adapter is a new tensor at each call."""
+        chunk, name = self._places[name]
+        weight, adapters = self._tensors[chunk][name].detach(), adapters_of(self._chunks[chunk])
+        return weight if adapters is None else adapters.merged(name, weight)
 
 
 class _Joining:
@@ -185,7 +201,7 @@ class _Joining:
     def __init__(
         self,
         bucket: Sequence[Param],
-        held: Mapping[str, Tensor],
+        held: Held,
         shape: ModelShape,
         groups: Groups,
         places: Collection[int],
@@ -259,7 +275,8 @@ class _Joining:
             if receives and (size == 1 or param.kind == "replicated"):
                 self._put(param, [self._held[param.name]] * size)
         split = [param for param in params if size > 1 and param.kind != "replicated"]
-        for piece in _pieces(split, [size * self._held[param.name].nbytes for param in split], self._gather_bytes):
+        sizes = [size * self._held.num_bytes(param.name) for param in split]
+        for piece in _pieces(split, sizes, self._gather_bytes):
             shards = [self._held[param.name] for param in piece]
             starts = [0, *itertools.accumulate(_aligned(shard.nbytes) for shard in shards)]
             local = shards[0].new_empty(starts[-1], dtype=torch.uint8)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 
 from scalerl.models import Family, HFWeights, ModelShape, Param
+from scalerl.models.table import Read
 from scalerl.parallel.expert_weights import named_tensors
 from scalerl.parallel.layout import Groups, mark
 
 
 def local_params(family: Family, shape: ModelShape, groups: Groups) -> Iterator[tuple[Param, int, str]]:
     """The table's parameters that live on this rank, each with its model chunk and its name inside that chunk."""
+    return place(family.params(shape), shape, groups)
+
+
+def place(params: Iterable[Param], shape: ModelShape, groups: Groups) -> Iterator[tuple[Param, int, str]]:
+    """Those of the parameters that live on this rank, as `local_params`."""
     chunks = groups.layout.layers(shape.num_layers, groups.coordinates.pp_rank)
     last = len(chunks) - 1
     experts = groups.layout.experts(shape.num_experts, groups.coordinates.ep_rank)
-    for param in family.params(shape):
+    for param in params:
         if param.layer is not None:
             for chunk, layers in enumerate(chunks):
                 if param.layer in layers:
@@ -49,32 +55,40 @@ def load_hf_weights(
     stored = ModelShape.from_hf(model_path)
     with HFWeights(model_path) as weights:
         weights.check(family, stored)
-        _fill(chunks, weights, family, shape, family.hf_shapes(stored).keys(), groups)
+        names = family.hf_shapes(stored).keys()
+        rest = fill(chunks, family.params(shape), weights.read, shape, groups, names=names)
+    assert not rest, f"parameters that no table entry fills: {sorted(rest)}"
 
 
-def _fill(
+@torch.no_grad()
+def fill(
     chunks: Sequence[torch.nn.Module],
-    weights: HFWeights,
-    family: Family,
+    params: Iterable[Param],
+    read: Read,
     shape: ModelShape,
-    names: Collection[str],
     groups: Groups,
-) -> None:
-    """Copies this rank's part of the weights into the model.  names: of the tensors that the directory has."""
+    *,
+    names: Collection[str] | None = None,
+) -> set[tuple[int, str]]:
+    """Copies this rank's part of the parameters' tensors into the chunks; returns which others the chunks have.
+
+    read: a Hugging Face tensor by its name.  names: of the tensors that there are; the others are left as they are.
+    None: all are there.
+    """
     tensors = {
         (index, name): tensor for index, model in enumerate(chunks) for name, tensor in named_tensors(model).items()
     }
     at, layout = groups.coordinates, groups.layout
-    for param, chunk, name in local_params(family, shape, groups):
+    for param, chunk, name in place(params, shape, groups):
         target = tensors.pop((chunk, name))
-        if param.hf[0] not in names:
+        if names is not None and param.hf[0] not in names:
             continue
         rank, size = (at.tp_rank, layout.tp_size) if param.expert is None else (at.etp_rank, layout.etp_size)
         expected = param.mcore_shape(shape, size)
         assert target.shape == expected, f"{name}: model {tuple(target.shape)}, table {expected}"
-        param.shard(weights.read, shape, rank, size, out=target)
+        param.shard(read, shape, rank, size, out=target)
         if param.kind != "replicated" and param.expert is None:
             # megatron marks its own layers so, and nobody those of ours; without the mark the gradient norm counts one
             # tp rank's part alone.
             mark(target, tensor_model_parallel=True, partition_dim=int(param.kind == "row"), partition_stride=1)
-    assert not tensors, f"parameters that no table entry fills: {sorted(tensors)}"
+    return set(tensors)

@@ -18,6 +18,7 @@ from scalerl.checkpoint.store import RNG
 from scalerl.checkpoint.torch_dist import DistCheckpoint, PieceReader, while_there
 from scalerl.errors import UserError
 from scalerl.models import CHECKPOINT_MODEL_ROOTS, ModelShape, Param, padded_vocab_size
+from scalerl.models.adapters import Adapter
 from scalerl.parallel.checkpoint import (
     OPTIMIZER_KEY,
     STATE,
@@ -55,8 +56,9 @@ def load_engine(engine: MegatronEngine, directory: str | Path) -> None:
     engine.require_on_device(*STATE, work="loading a checkpoint")
     engine.before_change()
     with while_there(directory), DistCheckpoint(directory / DIST_CKPT) as stored:
-        _check_model(engine, stored)
         common = torch.load(stored.dir / COMMON, map_location="cpu", weights_only=True)
+        _check_adapter(engine, stored, common)
+        _check_model(engine, stored)
         reads_weights = _reads_weights(engine, stored)
         together(lambda: _read(engine, stored, weights=reads_weights))
         unread = _read_by_none(engine, stored)[dist.get_rank() :: dist.get_world_size()]
@@ -79,8 +81,7 @@ def _reads_weights(engine: MegatronEngine, stored: DistCheckpoint) -> bool:
     Only where they are stored in the dtype that the model has. The same on all ranks.
     """
     dtypes = {
-        param.name: torch.float32 if param.keeps_float32 else engine.config.params_dtype
-        for param in engine.family.params(engine.shape)
+        param.name: torch.float32 if param.keeps_float32 else engine.config.params_dtype for param in engine.trained
     }
     return dist.get_backend() == dist.Backend.GLOO and all(
         stored.tensors[name].dtype == dtype for name, dtype in dtypes.items()
@@ -151,13 +152,37 @@ def _set_loss_scale(optimizer: Any, common: dict[str, Any]) -> None:
         scaler.load_state_dict(state)
 
 
+def _check_adapter(engine: MegatronEngine, checkpoint: DistCheckpoint, common: dict[str, Any]) -> None:
+    """Raises CheckpointMismatchError where the checkpoint has another adapter, one of another model, or none."""
+    adapter, stored = engine.shape.adapter, common.get("adapter")
+    there = None if stored is None else Adapter(**stored)
+    if there != adapter:
+        raise CheckpointMismatchError(
+            f"{checkpoint.dir} has {_trained(there)}, and the run trains {_trained(adapter)}. Set lora_rank, "
+            "lora_alpha and target_modules as they were, another trainer.default_local_dir, or "
+            "trainer.resume_mode=disable"
+        )
+    if adapter is not None and common["base_digest"] != engine.base_digest:
+        raise CheckpointMismatchError(
+            f"{checkpoint.dir} has an adapter of weights whose SHA-256 is {common['base_digest']}, and that of the "
+            f"weights of {engine.model_path} is {engine.base_digest}. Give the model that the run began with, another "
+            "trainer.default_local_dir, or trainer.resume_mode=disable"
+        )
+
+
+def _trained(adapter: Adapter | None) -> str:
+    if adapter is None:
+        return "all weights"
+    return f"an adapter of rank {adapter.rank} and alpha {adapter.alpha:g} for {', '.join(adapter.targets)}"
+
+
 def _check_model(engine: MegatronEngine, checkpoint: DistCheckpoint) -> None:
     """Raises CheckpointMismatchError where the checkpoint has other tensors than the model.
 
     Every rank compares the whole model, not its part: all refuse together, none waits in a collective.
     """
     stored = {key: tensor.shape for key, tensor in checkpoint.tensors.items()}
-    params = {param.name: param for param in engine.family.params(engine.shape)}
+    params = {param.name: param for param in engine.trained}
     wrong = []
     for name, param in params.items():
         shapes = _joined_shapes(param, engine.shape)

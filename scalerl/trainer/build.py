@@ -21,6 +21,7 @@ from scalerl.config import (
     SFTConfig,
     model_roles,
     num_devices,
+    refers_to_actor,
     save_resolved,
     total_steps,
     trained_layout,
@@ -89,6 +90,7 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, host: RunHost) -> Iterator[Run]:
         servers = PolicyServers(
             cfg,
             servers_pool,
+            inputs.shapes["actor"],
             gpu_ids=workers.call(MegatronWorker.gpu_ids) if hybrid and inputs.device == "cuda" else None,
             log_dir=log_dir,
             single_node=are_here(pool, servers_pool),
@@ -98,7 +100,7 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, host: RunHost) -> Iterator[Run]:
         lease.add(servers, waits_for_restart=not shares_gpus(cfg, inputs.device))
         rollout = HybridRollout(cfg, servers, {"train": inputs.train, "val": inputs.val}, inputs.tokenizer, judge=judge)
         lease.add(rollout)
-        starts = {"servers": servers.start, "models": lambda: build_models(cfg, groups, phases, inputs.attention)}
+        starts = {"servers": servers.start, "models": lambda: build_models(cfg, inputs, groups, phases)}
         for started in start_order(cfg, inputs.device):
             starts[started]()
         phases.begin("servers")
@@ -213,14 +215,13 @@ def agree_on_attention(
         say(f"attention: {TORCHS_OWN} on all ranks{why}")
 
 
-def build_models(
-    cfg: PPOConfig, groups: dict[str, WorkerGroup], phases: StartPhases, attention: AttentionChoice
-) -> None:
+def build_models(cfg: PPOConfig, inputs: PPOInputs, groups: dict[str, WorkerGroup], phases: StartPhases) -> None:
     """Builds the model of each role on its ranks, after they have joined their process groups.
 
-    The parts of a model that its offload keys name have left the device when this returns.
+    The reference of an actor that trains an adapter is the actor without it, unless it is another model. The parts of
+    a model that its offload keys name have left the device when this returns.
     """
-    join_trainers(distinct_groups(groups), attention, phases.say)
+    join_trainers(distinct_groups(groups), inputs.attention, phases.say)
     phases.begin("model")
     actor, model = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.model
     groups["actor"].call(
@@ -229,17 +230,25 @@ def build_models(
         model.path,
         actor.megatron,
         actor.optim,
+        adapter=inputs.shapes["actor"].adapter,
+        adapter_path=model.lora_adapter_path,
         trust_remote_code=model.trust_remote_code,
     )
     for role in model_roles(cfg):
+        if refers_to_actor(cfg, role):
+            groups["ref"].call(MegatronWorker.refer_to_actor)
+            continue
         assert role.model_path is not None, "validated"
+        is_critic = role.name == "critic"
         groups[role.name].call(
             MegatronWorker.build_engine,
             role.name,
             role.model_path,
             role.megatron,
-            cfg.critic.optim if role.name == "critic" else None,
+            cfg.critic.optim if is_critic else None,
             head=role.head,
+            adapter=inputs.shapes["critic"].adapter if is_critic else None,
+            adapter_path=cfg.critic.model.lora_adapter_path if is_critic else None,
             trust_remote_code=role.trust_remote_code,
         )
 

@@ -168,6 +168,8 @@ def sft_run(cfg: SFTConfig, inputs: SFTInputs, host: RunHost) -> Iterator[SFTRun
             cfg.model.path,
             cfg.megatron,
             cfg.optim,
+            adapter=inputs.shapes["actor"].adapter,
+            adapter_path=cfg.model.lora_adapter_path,
             trust_remote_code=cfg.model.trust_remote_code,
         )
         workers.call(SFTWorker.set_dataset, "train", ray.put(inputs.train))

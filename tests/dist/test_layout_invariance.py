@@ -78,7 +78,7 @@ def train(model_path: str, sizes: dict[str, int], options: dict[str, Any]) -> An
         recompute_granularity=options.get("recompute_granularity"),
     )
     optim = OptimConfig(lr=1e-3, clip_grad=0.5, override_optimizer_config=options.get("optimizer", {}))
-    engine = MegatronEngine(model_path, megatron, groups, optim=optim)
+    engine = MegatronEngine(model_path, megatron, groups, optim=optim, **options.get("adapter", {}))
     for config, given in (
         (engine.config, megatron.override_transformer_config),
         (engine._forward_chunks[0].ddp_config, megatron.override_ddp_config),
@@ -115,6 +115,8 @@ def train(model_path: str, sizes: dict[str, int], options: dict[str, Any]) -> An
     objective = PolicyObjective(config, num_loss_tokens=num_loss_tokens, num_sequences=len(LENGTHS))
     updates = [engine.update(shard, micro_batches, objective, temperature=TEMPERATURE) for _ in range(NUM_UPDATES)]
     weights = {name: tensor.clone().cpu() for bucket in engine.export_buckets(20_000) for name, tensor in bucket}
+    if options.get("adapter"):
+        weights |= {name: tensor.clone().cpu() for name, tensor in engine.export_adapter()}
     per_row = {name: {row: column[i].clone() for i, row in enumerate(mine)} for name, column in outputs.items()}
     return per_row, updates, weights
 
@@ -132,9 +134,10 @@ def joined(ranks: list[Any]) -> Outcome:
         for name, rows in per_row.items():
             collected[name].update(rows)
     updates = next(updates for _, updates, _ in ranks if "actor/pg_loss" in updates[0])
+    whole = ranks[0][2]
     for _, _, weights in ranks[1:]:
-        assert all(torch.equal(weights[name], ranks[0][2][name]) for name in weights), "ranks export different weights"
-    return Outcome(collected["logprobs"], collected["entropy"], updates, ranks[0][2])
+        assert all(torch.equal(tensor, whole[name]) for name, tensor in weights.items()), "ranks export other weights"
+    return Outcome(collected["logprobs"], collected["entropy"], updates, whole)
 
 
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -290,6 +293,8 @@ IN_SMALL: dict[str, tuple[str, dict[str, int]]] = {
     "qwen3-30b-a3b-grpo-32": ("qwen3_moe", dict(world_size=4, tp_size=2, ep_size=2)),
     "qwen3-235b-a22b-grpo-128": ("qwen3_moe", MIXTURE_LAYOUTS["ep2_pp2"]),
     "deepseek-v3-grpo-512": ("deepseek_v3", dict(world_size=4, pp_size=2, first_stage_layers=1, ep_size=2)),
+    "qwen3-235b-a22b-lora-32": ("qwen3_moe", MIXTURE_LAYOUTS["ep2_pp2"]),
+    "deepseek-v3-lora-128": ("deepseek_v3", dict(world_size=4, pp_size=2, first_stage_layers=1, ep_size=2)),
     "kimi-k2-grpo-512": ("deepseek_v3", dict(world_size=4, pp_size=2, first_stage_layers=1, ep_size=2)),
     "glm-4-32b-grpo-32": ("glm4", dict(world_size=4, tp_size=2, pp_size=2, first_stage_layers=1)),
     "glm-4.6-grpo-256": ("glm4_moe", MIXTURE_LAYOUTS["ep2_pp2"]),
@@ -304,7 +309,7 @@ IN_SMALL: dict[str, tuple[str, dict[str, int]]] = {
 
 @pytest.mark.parametrize("name", mostly_full(IN_SMALL, lambda name: name == "qwen3-30b-a3b-grpo-32"))
 def test_overlap_as_in_the_files_of_configs(
-    models: Callable[[str], Path], one_process: Callable[[str], Outcome], name: str
+    models: Callable[[str], Path], one_process: Callable[[str], Outcome], tmp_path: Path, name: str
 ) -> None:
     """With their fields of Megatron's, smaller buckets, and their recompute, which changes when a gradient is there."""
     files = [name for name in FILES if of_file(name).trainer.nnodes > 1]
@@ -312,7 +317,13 @@ def test_overlap_as_in_the_files_of_configs(
     megatron, (family, sizes) = of_file(name).actor_rollout_ref.actor.megatron, IN_SMALL[name]
     assert megatron.override_ddp_config == {"overlap_grad_reduce": True}
     options = {"ddp": OVERLAPS[0], "recompute_granularity": megatron.recompute_granularity}
-    assert_same(run(models(family), sizes, **options), one_process(family))
+    if not of_file(name).actor_rollout_ref.model.lora_rank:
+        assert_same(run(models(family), sizes, **options), one_process(family))
+        return
+    from tests.dist.test_lora import make_adapted
+
+    path, adapter = make_adapted(tmp_path, family)
+    assert_same(run(path, sizes, adapter=adapter, **options), run(path, ONE, adapter=adapter))
 
 
 def of_file(name: str) -> PPOConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,6 +49,16 @@ CASES = [
     ("qwen3", ONE, "float32", "full"),
     ("qwen3", TP2, "float32", "none"),
     ("deepseek_v3", ONE, "float32", "none"),
+]
+RANK = 8
+WITH_ADAPTERS = [
+    ("qwen3_moe", DP2, "bfloat16", "full"),
+    *(("qwen3", ONE, "bfloat16", mode) for mode in ("none", "core_attn", "full")),
+    ("qwen3", ONE, "float32", "none"),
+    ("qwen3", TP2, "bfloat16", "none"),
+    ("qwen3", PP2, "bfloat16", "none"),
+    ("qwen3_moe", ONE, "bfloat16", "none"),
+    ("deepseek_v3", ONE, "bfloat16", "none"),
 ]
 # So few tokens that what does not shrink with them is the most.
 SHORT = 24
@@ -132,20 +143,25 @@ def measured_and_planned(
     num_sequences: int = NUM_SEQUENCES,
     length: int = LENGTH,
     num_measured: int = 1,
+    rank: int = 0,
 ) -> dict[str, Any]:
     """On every rank: bytes of its parts, and the peak of an update beside them; both as measured and as planned.
 
     layout: as Trainee's.  num_measured: updates, of which the least peak counts: now and then no block comes into the
-    place of one that gloo has freed.  Under "updates" is what they returned, with one before that was not measured.
+    place of one that gloo has freed.  rank: of adapters of all projections; 0: without.  Under "updates" is what they
+    returned, with one before that was not measured.
     """
     from scalerl.batch.data_proto import DataProto, Jagged
     from scalerl.config.schema import MegatronConfig, ModelConfig, SFTConfig, SFTDataConfig, SFTTrainerConfig
     from scalerl.extras.plan.plan import memory_plan
     from scalerl.models import ModelShape
+    from scalerl.models.adapters import ALL_LINEAR, Adapter, resolve_targets
     from scalerl.parallel.checkpoint import HostCopy, own_share
     from tests.dist.trainee import Trainee
 
-    trainee = Trainee(model, layout, **megatron)
+    shape = ModelShape.from_hf(model)
+    adapter = Adapter(rank, 2 * rank, resolve_targets(shape, ALL_LINEAR)) if rank else None
+    trainee = Trainee(model, layout, adapter=adapter, **megatron)
     dp_size = trainee.groups.layout.dp_size
     generator = torch.Generator().manual_seed(3)
     rows = [torch.randint(0, 500, (length,), generator=generator) for _ in range(num_sequences // dp_size)]
@@ -173,7 +189,7 @@ def measured_and_planned(
         trainer=SFTTrainerConfig(n_gpus_per_node=layout[2]),
     )
     cfg.trainer.async_save = True
-    plan = memory_plan(cfg, {"actor": ModelShape.from_hf(model)}, memory_bytes=None, on_cpu=True)
+    plan = memory_plan(cfg, {"actor": replace(shape, adapter=adapter)}, memory_bytes=None, on_cpu=True)
     device = plan.devices[trainee.groups.coordinates.pp_rank]
     memory = HostCopy()
     memory.copy_pieces(own_share(trainee.engine).pieces)
@@ -209,6 +225,26 @@ def test_an_update_takes_what_is_planned(
         assert planned == pytest.approx(measured, rel=RELATIVE), (rank, measured / planned)
         held, most = rank["forward"]
         assert held <= most <= FORWARD_AT_MOST * held, rank
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "dtype", "mode"), mostly_full(WITH_ADAPTERS, lambda case: case == WITH_ADAPTERS[0])
+)
+def test_an_update_of_an_adapter_takes_what_is_planned(
+    tmp_path_factory: pytest.TempPathFactory, family: str, layout: tuple[int, ...], dtype: str, mode: str
+) -> None:
+    """And less than one of all weights, by more than half of their gradients and optimizer."""
+    model, times = made(tmp_path_factory, family), 1 if layout == ONE else NUM_MEASURED
+    arguments = (model, layout, {"dtype": dtype} | MODES[mode], NUM_SEQUENCES, LENGTH, times)
+    for rank in run_ranks(layout[2], measured_and_planned, *arguments, RANK):
+        measured, planned = rank["peak"]
+        assert planned == pytest.approx(measured, rel=RELATIVE), (rank, measured / planned)
+        held, most = rank["forward"]
+        assert held <= most <= FORWARD_AT_MOST * held, rank
+        own, of_plan = rank["state"]
+        assert own == pytest.approx(of_plan, rel=0.02) and own["grads"] < own["params"] / 4, rank
+        copied, of_plan = rank["save copy"]
+        assert copied <= 1.02 * of_plan, rank
 
 
 @pytest.mark.parametrize(("layout", "dtype"), mostly_full(SHORT_CASES, lambda case: case == (CP2, "bfloat16")))

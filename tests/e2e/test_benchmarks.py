@@ -78,6 +78,7 @@ SMALLEST = [
         "--paths shared gathered in-turn",
         None,
     ),
+    full("weight_sync.py", f"--gb 0.006 --layouts 1 --bucket-mb 64 {ONCE} --dtype float32 --adapter-rank 4", None),
     # The memory of a rank is there from the repeat before; a CPU is no GPU.
     *(
         full(

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from scalerl.config.schema import RolloutConfig
+from scalerl.models.adapters import Adapter
 from scalerl.rollout.servers.client import GenerateOutput, GenerateRequest, RolloutClient, SamplingParams
 from scalerl.rollout.servers.engines import ENGINES, Launch
 from scalerl.rollout.servers.process import RolloutServer, start_on_free_port
@@ -54,6 +55,7 @@ def make_server(
     synced: bool = False,
     num_gpus: int = 1,
     quantization: str | None = None,
+    adapter: Adapter | None = None,
     **own: Any,
 ) -> RolloutServer:
     """own: SGLang's own arguments (`engine_kwargs`)."""
@@ -75,6 +77,7 @@ def make_server(
         gpu_ids=gpu_ids,
         releases_memory=True,
         synced=synced,
+        adapter=adapter,
     )
     command, env = ENGINES["sglang"].command(launch)
     return RolloutServer(command, env, f"http://127.0.0.1:{port}", log_path, START_TIMEOUT_S)

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from scalerl.config import compose
 from scalerl.config.schema import RolloutConfig
+from scalerl.models.adapters import Adapter
 from scalerl.rollout.dispatcher import generate_samples
 from scalerl.rollout.servers.client import GenerateOutput, GenerateRequest, RolloutClient, SamplingParams
 from scalerl.rollout.servers.connection import authorization, new_key
@@ -58,13 +59,14 @@ def make_server(
     tp_size: int = 1,
     synced: bool = False,
     quantization: str | None = None,
+    adapter: Adapter | None = None,
     **own: Any,
 ) -> RolloutServer:
     """own: the engine's own arguments (`engine_kwargs`)."""
     config = replace(rollout_config(kind, tp_size), quantization=quantization)
     kwargs = config.engine_kwargs
     config = replace(config, engine_kwargs=kwargs | {kind: kwargs.get(kind, {}) | own})
-    launch = Launch(str(model_path), config, "cpu", MAX_MODEL_LEN, port=port, synced=synced)
+    launch = Launch(str(model_path), config, "cpu", MAX_MODEL_LEN, port=port, synced=synced, adapter=adapter)
     command, env = ENGINES[kind].command(launch)
     # One in 64 keys begins with a dash, which a parser of arguments takes for the next option.
     key = f"-{new_key()}"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scalerl.config import PPOConfig, compose, model_roles, uses_critic, violations_of, world_size
+from scalerl.config import model_roles, uses_critic, violations_of, world_size
 from scalerl.extras.plan.check import checked_plan
 from scalerl.extras.plan.plan import MemoryPlan
 from scalerl.models import Family, HFWeights, ModelShape, family_of, value_model_config
@@ -21,35 +21,36 @@ from scalerl.trainer.checks.models import actor_violations, role_violations
 from tests.configs_table import docs_table
 from tests.hub_files import SCALE, file_shapes, headers, write_headers
 from tests.lanes import full, mostly_full
-from tests.model_configs import CONFIGS, FILES, WITH_CRITIC, meta_model, meta_value_model, model_of, read_config
+from tests.model_configs import (
+    CONFIGS,
+    FILES,
+    WITH_CRITIC,
+    meta_model,
+    meta_value_model,
+    model_directory,
+    model_of,
+    read_config,
+    run_config,
+    run_shapes,
+)
 
 GB80 = 80 * 10**9
 MODELS_PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
 @cache
-def config(name: str) -> PPOConfig:
-    return compose("ppo", ["--config-dir", str(FILES[name].parent), "--config-name", name], rules=False)
-
-
-@cache
 def planned(name: str, memory_bytes: int = GB80) -> tuple[MemoryPlan, list[str]]:
-    return checked_plan(config(name), shapes_of(name), memory_bytes)
-
-
-def shapes_of(name: str) -> dict[str, ModelShape]:
-    actor = ModelShape.from_config(read_config(model_of(name)))
-    return {"actor": actor, "ref": actor} | ({"critic": actor.with_head("value")} if name in WITH_CRITIC else {})
+    return checked_plan(run_config(name), run_shapes(name), memory_bytes)
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
-def test_it_has_no_mistake(name: str) -> None:
-    cfg = config(name)
+def test_it_has_no_mistake(name: str, tmp_path: Path) -> None:
+    cfg = copy.deepcopy(run_config(name))
+    cfg.actor_rollout_ref.model.path = str(model_directory(model_of(name), tmp_path))
     assert violations_of(cfg, device="cuda") == []
-    shape = ModelShape.from_config(read_config(model_of(name)))
-    assert list(actor_violations(cfg, shape, device="cuda")) == []
+    assert list(actor_violations(cfg, run_shapes(name)["actor"], device="cuda")) == []
     for role in model_roles(cfg):
-        assert list(role_violations(cfg, role, shapes_of(name)[role.name], None)) == []
+        assert list(role_violations(cfg, role, run_shapes(name)[role.name], None)) == []
     assert uses_critic(cfg) == (name in WITH_CRITIC)
     assert world_size(cfg) == int(name.rpartition("-")[2]), "the name says the devices"
     overlap = {"overlap_grad_reduce": True} if cfg.trainer.nnodes > 1 else {}
@@ -66,10 +67,10 @@ def test_it_fits_80_gb(name: str) -> None:
 def test_servers_that_need_several_nodes_are_refused_on_one_with_their_size() -> None:
     """DeepSeek-V3's: its trainer fits 80 GB."""
     name = "deepseek-v3-grpo-512"
-    cfg = copy.deepcopy(config(name))
+    cfg = copy.deepcopy(run_config(name))
     rollout = cfg.actor_rollout_ref.rollout
     needed, rollout.tensor_model_parallel_size = rollout.tensor_model_parallel_size, cfg.trainer.n_gpus_per_node
-    plan, (violation,) = checked_plan(cfg, shapes_of(name), GB80)
+    plan, (violation,) = checked_plan(cfg, run_shapes(name), GB80)
     assert "rollout servers: 157.9 GiB of weights" in violation
     assert f"set actor_rollout_ref.rollout.tensor_model_parallel_size={needed}\n" in violation
     for device in plan.devices:
@@ -83,7 +84,7 @@ def test_a_run_that_follows_the_samplers_experts_plans_their_memory() -> None:
     name = "qwen3-30b-a3b-grpo-32"
     plan, _ = planned(name)
     longest, num_samples = 2048 + 14336, 512 * 16
-    assert config(name).algorithm.routing_replay == "rollout"
+    assert run_config(name).algorithm.routing_replay == "rollout"
     assert plan.routed is not None and plan.server is not None and plan.server.kv_tokens is not None
     assert (plan.routed.token, plan.routed.step) == (384, num_samples * longest * 384)
     assert plan.routed.server == plan.server.kv_tokens * 4 * 384
@@ -135,7 +136,7 @@ def merged_rows(family: Family, shape: ModelShape) -> Counter[str]:
 def test_a_critic_has_every_tensor_of_transformers_classifier(name: str) -> None:
     """Those of the language model that it starts from but for the head; merging writes each of its rows once."""
     config, base = read_config(model_of(name)), file_shapes(meta_model(model_of(name)))
-    shape, merged_config = shapes_of(name)["critic"], value_model_config(config)
+    shape, merged_config = run_shapes(name)["critic"], value_model_config(config)
     family, classifier = family_of(shape), meta_value_model(merged_config)
     theirs = file_shapes(classifier)
     assert family.hf_shapes(shape) == theirs

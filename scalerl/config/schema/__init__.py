@@ -24,7 +24,7 @@ from scalerl.config.schema.data import CustomClassConfig, DataConfig, SFTDataCon
 from scalerl.config.schema.devices import DevicesConfig, ResourcePoolConfig
 from scalerl.config.schema.fields import domain_violations, domains_of
 from scalerl.config.schema.launch import LaunchConfig, SlurmConfig
-from scalerl.config.schema.model import MegatronConfig, ModelConfig, OptimConfig
+from scalerl.config.schema.model import AdapterKeys, MegatronConfig, ModelConfig, OptimConfig
 from scalerl.config.schema.ppo import PPOConfig
 from scalerl.config.schema.reward import (
     CustomRewardFunctionConfig,
@@ -48,6 +48,7 @@ __all__ = [
     "LOSS_AGG_MODES",
     "SCHEMAS",
     "ActorConfig",
+    "AdapterKeys",
     "AlgorithmConfig",
     "CriticConfig",
     "CustomClassConfig",

@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 from scalerl.config.names import ACTOR
 from scalerl.config.schema.devices import ResourcePoolConfig
 from scalerl.config.schema.fields import Place, at_most, check, key, same_as, times
-from scalerl.config.schema.model import MegatronConfig, MicroBatchConfig, ModelCodeConfig, OptimConfig, as_actor
+from scalerl.config.schema.model import (
+    AdapterKeys,
+    MegatronConfig,
+    MicroBatchConfig,
+    ModelCodeConfig,
+    OptimConfig,
+    as_actor,
+)
 from scalerl.config.value_checks import (
     FINITE,
     FRACTION,
@@ -114,7 +121,7 @@ class ActorConfig(PPOModelConfig):
 
 
 @dataclass
-class CriticModelConfig(ModelCodeConfig):
+class CriticModelConfig(AdapterKeys, ModelCodeConfig):
     """The files of the critic."""
 
     # Directory of a language model, whose head a value head replaces, or of a critic.

@@ -12,7 +12,7 @@ from scalerl.config.schema.data import EvalDataConfig, GenerationDataConfig, SFT
 from scalerl.config.schema.devices import DevicesConfig
 from scalerl.config.schema.fields import Place, check
 from scalerl.config.schema.launch import LaunchConfig
-from scalerl.config.schema.model import MegatronConfig, ModelConfig, OptimConfig
+from scalerl.config.schema.model import MegatronConfig, ModelConfig, OptimConfig, TrainedModelConfig
 from scalerl.config.schema.ppo import PPOConfig
 from scalerl.config.schema.reward import CustomRewardFunctionConfig, RewardManagerConfig
 from scalerl.config.schema.rollout import GenerationRolloutConfig
@@ -30,7 +30,7 @@ class SFTConfig:
     """Configuration of `scalerl sft`."""
 
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: TrainedModelConfig = field(default_factory=TrainedModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)

@@ -19,7 +19,9 @@ from scalerl.config.transformer_engine import (
 from scalerl.config.value_checks import (
     BETAS,
     DTYPE,
+    TARGETS,
     TEXT,
+    TEXTS,
     TWO_SIZES,
     above,
     at_least,
@@ -48,6 +50,55 @@ class ModelConfig(ModelCodeConfig):
     # Directory with config.json, *.safetensors and tokenizer files; or a name on the Hugging Face hub
     # (ORGANISATION/NAME, ORGANISATION/NAME@REVISION), or a URL of such a directory.
     path: str = key(MISSING, TEXT)
+
+
+@dataclass
+class AdapterKeys:
+    """Low-rank adapters (LoRA) that are trained in the place of a model's weights."""
+
+    # Rank of the adapters; 0: none, all weights are trained.
+    lora_rank: int = key(0, at_least(0))
+    # What adapters add to a layer's output is multiplied with lora_alpha / lora_rank.
+    lora_alpha: float = key(16.0, above(0))
+    # The projections that have an adapter: all-linear, or names such as [q_proj,v_proj].
+    target_modules: Any = key("all-linear", TARGETS)
+    # Projections that have none although target_modules names them.
+    exclude_modules: list[str] = key([], TEXTS)
+    # Directory of peft with the adapter that training begins with, of the rank, alpha and projections above.
+    lora_adapter_path: str | None = key(None, or_null(TEXT))
+
+    @check("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
+    def keys_of_an_adapter(self, at: Place) -> Iterator[str]:
+        default = AdapterKeys()
+        given = [
+            f"{at(field.name)} = {show(getattr(self, field.name))}"
+            for field in fields(AdapterKeys)
+            if getattr(self, field.name) != getattr(default, field.name)
+        ]
+        if self.lora_rank == 0 and given:
+            rank = at("lora_rank")
+            yield f"{' and '.join(given)}: of no effect without an adapter, {rank} = 0; set {rank}=32"
+
+
+@dataclass
+class TrainedModelConfig(AdapterKeys, ModelConfig):
+    """The files of a language model that is trained, whole or by an adapter."""
+
+
+@dataclass
+class LoraConfig:
+    """How the servers get the policy's adapter."""
+
+    # True: as weights that have it in them, rounded to the servers' dtype. False: beside the model, from SGLang's
+    # servers; embedded ones, which compute in the trainer's dtype, get such weights in any case.
+    merge: bool = False
+
+
+@dataclass
+class PolicyModelConfig(TrainedModelConfig):
+    """The files of the policy's model, and its adapter."""
+
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass

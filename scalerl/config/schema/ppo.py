@@ -35,7 +35,7 @@ from scalerl.config.schema.actor import ActorConfig, CriticConfig, RefConfig
 from scalerl.config.schema.algorithm import AlgorithmConfig
 from scalerl.config.schema.data import DataConfig
 from scalerl.config.schema.fields import Place, check
-from scalerl.config.schema.model import ModelConfig
+from scalerl.config.schema.model import PolicyModelConfig
 from scalerl.config.schema.reward import CustomRewardFunctionConfig, RewardModelConfig
 from scalerl.config.schema.rollout import RolloutConfig
 from scalerl.config.schema.trainer import TrainerConfig
@@ -67,7 +67,7 @@ class ActorRolloutRefConfig:
 
     # True: trainer and rollout share devices. False: the servers have those of rollout.resource_pool.
     hybrid_engine: bool = True
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: PolicyModelConfig = field(default_factory=PolicyModelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     ref: RefConfig = field(default_factory=RefConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

@@ -8,10 +8,12 @@ the modules of scalerl.parallel, gives autograd: on the CPU as tests measure the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from scalerl.config.schema import MegatronConfig
-from scalerl.models import ModelShape
+from scalerl.models import ModelShape, Param, family_of
+from scalerl.models.adapters import adapter_pairs
 from scalerl.models.sizes import FLOAT, ITEMSIZE
 from scalerl.parallel.delta_rule import CHUNK
 from scalerl.parallel.layout import Layout
@@ -51,8 +53,12 @@ class _Sizes:
         return not self.on_cpu
 
     def norm(self, width: float) -> float:
-        """Bytes per token kept of an RMSNorm: its input and a float32 number; else float32 input and output."""
-        return (self.itemsize if self.is_fused else 2 * FLOAT) * width + FLOAT
+        """Bytes per token kept of an RMSNorm: its input and a float32 number; else float32 input and output.
+
+        The output is for the gradient of its weight, which an adapter leaves as it is.
+        """
+        unfused = FLOAT * (1 if self.shape.adapter else 2)
+        return (self.itemsize if self.is_fused else unfused) * width + FLOAT
 
     @property
     def hidden(self) -> float:
@@ -64,29 +70,50 @@ class _Sizes:
         return (3 if self.is_fused else 5) * self.itemsize * width
 
 
-def layer_bytes(
-    shape: ModelShape,
-    layout: Layout,
-    megatron: MegatronConfig,
-    *,
-    is_mixture: bool,
-    on_cpu: bool,
-    is_linear: bool = False,
-) -> LayerBytes:
-    """The bytes of a dense layer, or of one with experts, over which tokens are assumed to be spread evenly.
-
-    is_linear: it has a gated delta net in the place of attention.
-    """
+def layer_bytes(shape: ModelShape, layout: Layout, megatron: MegatronConfig, layer: int, *, on_cpu: bool) -> LayerBytes:
+    """The bytes of a layer; over its experts, if it has any, tokens are assumed to be spread evenly."""
+    is_mixture, is_linear = _kind(shape, layer)
     with_parts = megatron.sequence_parallel and layout.tp_size > 1
     part = 1 / layout.tp_size if with_parts else 1.0
     sizes = _Sizes(shape, layout, ITEMSIZE[megatron.dtype], part, on_cpu)
     modules = set(megatron.recompute_modules) if megatron.recompute_granularity == "selective" else set()
+    adapted = _adapted(sizes, layer)
     return LayerBytes(
-        kept=_layer(sizes, is_mixture, is_linear, modules),
-        whole=_layer(sizes, is_mixture, is_linear, set()),
+        kept=_layer(sizes, is_mixture, is_linear, modules) + adapted,
+        whole=_layer(sizes, is_mixture, is_linear, set()) + adapted,
         inputs=sizes.hidden,
         working=_working(sizes, is_mixture),
     )
+
+
+def _kind(shape: ModelShape, layer: int) -> tuple[bool, bool]:
+    """Whether a layer has experts, and whether it has a gated delta net in the place of attention."""
+    return bool(shape.moe_layers) and shape.moe_layers[layer], bool(shape.linear_layers) and shape.linear_layers[layer]
+
+
+def _adapted(sizes: _Sizes, layer: int) -> float:
+    """Bytes per token kept of a layer's adapters: what each A makes of the tokens.
+
+    Their inputs are those of the matrices, which are counted as if all of these had adapters.
+    """
+    if sizes.shape.adapter is None:
+        return 0.0
+    kept = 0.0
+    for param, pairs in _pairs_of_layer(sizes.shape, layer):
+        if param.expert is not None:
+            tokens = _routed_tokens(sizes)
+        else:
+            tokens = sizes.part if param.kind in ("row", "replicated") else 1.0
+        kept += pairs * sizes.itemsize * sizes.shape.adapter.rank * tokens
+    return kept
+
+
+def _pairs_of_layer(shape: ModelShape, layer: int) -> Iterator[tuple[Param, int]]:
+    """The matrices of a layer, one expert for all, each with the number of its adapters' pairs."""
+    for rule in family_of(shape).layer:
+        if rule.exists(shape, layer):
+            param = rule.param(layer, "layer", 0 if rule.of_expert else None)
+            yield param, sum(pair is not None for pair in adapter_pairs(param, shape))
 
 
 def _layer(sizes: _Sizes, is_mixture: bool, is_linear: bool, recomputed: set[str]) -> float:
@@ -238,17 +265,10 @@ def kept_bytes(
     The second is the most that its backward pass holds at a time.
     """
     layers = [layer for chunk in layout.layers(shape.num_layers, pp_rank) for layer in chunk]
-    kinds = [
-        (bool(shape.moe_layers) and shape.moe_layers[layer], bool(shape.linear_layers) and shape.linear_layers[layer])
-        for layer in layers
-    ]
-    bytes_of_kind = {
-        (is_mixture, is_linear): layer_bytes(
-            shape, layout, megatron, is_mixture=is_mixture, is_linear=is_linear, on_cpu=on_cpu
-        )
-        for is_mixture, is_linear in sorted(set(kinds))
-    }
-    bytes_by_layer = [bytes_of_kind[is_mixture, is_linear] for is_mixture, is_linear in kinds]
+    # Layers of a kind are alike.
+    alike = {_kind(shape, layer): layer for layer in layers}
+    bytes_of_kind = {kind: layer_bytes(shape, layout, megatron, layer, on_cpu=on_cpu) for kind, layer in alike.items()}
+    bytes_by_layer = [bytes_of_kind[_kind(shape, layer)] for layer in layers]
     groups = _recomputed_together(bytes_by_layer, megatron, layers_per_chunk=len(bytes_by_layer) // layout.vpp_size)
     held, most = sum(group.kept for group in groups), 0.0
     # The last group's backward pass comes first, and frees what the group kept.

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from scalerl.config import ConfigError, PPOConfig, SFTConfig, composed, model_roles, violations_of
+from scalerl.config.errors import ErrorCollector
 from scalerl.config.value_checks import DEVICE_MEMORY_LIMIT
 from scalerl.data.model_source import model_directory
 from scalerl.errors import UserError
@@ -120,6 +121,10 @@ def shapes_of(cfg: PPOConfig | SFTConfig) -> Mapping[str, ModelShape]:
             shapes[name] = _shape(path, key).with_head(head)
         except ValueError as error:
             violations.append(str(error) if str(error).startswith(key) else f"{key} = {path}: {error}")
-    if violations:
-        raise ConfigError(list(dict.fromkeys(violations)))
+    from scalerl.trainer.checks.models import trained_shape
+
+    errors = ErrorCollector()
+    shapes |= {name: trained_shape(errors, cfg, shapes[name], name) for name in ("actor", "critic") if name in shapes}
+    if violations := [*dict.fromkeys(violations), *errors.violations]:
+        raise ConfigError(violations)
     return shapes

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
 from scalerl.models import ModelShape, Param
-from scalerl.models.sizes import FLOAT, counted_params
+from scalerl.models.adapters import adapter_pairs, counted_trained_params
+from scalerl.models.sizes import FLOAT, counted_params, model_bytes, num_parameters
 from scalerl.parallel.layout import Layout
 
 
@@ -15,13 +17,19 @@ class StageParameters:
     """The number of parameters on one rank of a pipeline stage, by which ranks hold copies of them.
 
     layers: global indices of the stage's layers.  shared: parameters of everything but experts; copies: dp x cp ranks.
-    experts: parameters of its experts; copies: the ranks of the stage that have the same experts.  buffers: float32,
-    without gradient (biases of routers).  largest: parameters of the largest tensor that has a gradient.
+    experts: parameters of its experts; copies: the ranks of the stage that have the same experts.  frozen: those that
+    an adapter leaves as they are; shared and experts are the adapter's then.  joined: numbers of the adapter as a pass
+    joins them, of matrices that consist of several projections.  merged: numbers of the largest matrix that has an
+    adapter.  buffers: float32, without gradient (biases of routers).  largest: parameters of the largest tensor that
+    has a gradient.
     """
 
     layers: tuple[int, ...]
     shared: int
     experts: int
+    frozen: int
+    joined: int
+    merged: int
     buffers: int
     largest: int
     shared_copies: int
@@ -34,7 +42,7 @@ class StageParameters:
 
     def weight_bytes(self, itemsize: int) -> int:
         """The bytes of the weights; buffers are float32."""
-        return itemsize * self.trained + FLOAT * self.buffers
+        return itemsize * (self.trained + self.frozen) + FLOAT * self.buffers
 
     @property
     def gradient_bytes(self) -> int:
@@ -66,43 +74,80 @@ class StageParameters:
         At most: of several ranks that hold the same part of a tensor, as of norms with tp, only the first writes it.
         """
         numbers = self.optimizer_numbers(distributed=True)
-        return (itemsize + 3 * FLOAT) * numbers + FLOAT * -(-self.buffers // self.shared_copies)
+        # A frozen model is not saved.
+        buffers = 0 if self.frozen else self.buffers
+        return (itemsize + 3 * FLOAT) * numbers + FLOAT * -(-buffers // self.shared_copies)
 
 
 def stage_parameters(shape: ModelShape, layout: Layout) -> list[StageParameters]:
     """The parameters of every pipeline stage.  Raises ValueError if the layout cannot hold the model."""
-    params = [param for param, _ in counted_params(shape)]
-    experts_here = shape.num_experts // layout.ep_size
+    trained = [param for param, _ in counted_trained_params(shape)]
+    names = {param.name for param in trained}
+    others = [param for param, _ in counted_params(shape) if param.name not in names]
     stages = []
     for pp_rank in range(layout.pp_size):
         layers = {layer for chunk in layout.layers(shape.num_layers, pp_rank) for layer in chunk}
-        shared = experts = buffers = largest = 0
-        for param in params:
-            if not _is_on_stage(param, shape, layout, pp_rank, layers):
-                continue
-            size = layout.tp_size if param.expert is None else layout.etp_size
-            numbers = prod(param.mcore_shape(shape, size))
-            if not param.has_gradient:
-                buffers += numbers
-            elif param.expert is None:
-                shared += numbers
-                largest = max(largest, numbers)
-            else:
-                # A rank's experts of a layer are one tensor.
-                experts += numbers * experts_here
-                largest = max(largest, numbers * experts_here)
+        here = list(_held(trained, shape, layout, pp_rank, layers))
+        others_here = list(_held(others, shape, layout, pp_rank, layers))
         stages.append(
             StageParameters(
                 layers=tuple(sorted(layers)),
-                shared=shared,
-                experts=experts,
-                buffers=buffers,
-                largest=largest,
+                shared=sum(held.numbers for held in here if held.param.expert is None),
+                experts=sum(held.numbers for held in here if held.param.expert is not None),
+                frozen=sum(held.numbers for held in others_here if held.param.has_gradient),
+                joined=sum(held.joined(shape) for held in others_here),
+                merged=max((prod(held.size) for held in others_here if held.pairs(shape)), default=0),
+                buffers=sum(held.numbers for held in others_here if not held.param.has_gradient),
+                largest=max((held.numbers for held in here), default=0),
                 shared_copies=layout.dp_size * layout.cp_size,
                 expert_copies=max(1, layout.stage_size // layout.experts_size),
             )
         )
     return stages
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A parameter of a rank, of the shape that it has there; of experts one, for `count` in one tensor."""
+
+    param: Param
+    size: tuple[int, ...]
+    count: int
+
+    @property
+    def numbers(self) -> int:
+        return self.count * prod(self.size)
+
+    def joined(self, shape: ModelShape) -> int:
+        """The numbers of A and B of all its pairs together, if it consists of several projections."""
+        rank = shape.adapter.rank if shape.adapter and len(self.param.hf) > 1 else 0
+        return self.count * self.pairs(shape) * rank * sum(self.size)
+
+    def pairs(self, shape: ModelShape) -> int:
+        """The number of its projections that have an adapter."""
+        return 0 if shape.adapter is None else sum(pair is not None for pair in adapter_pairs(self.param, shape))
+
+
+def _held(
+    params: Iterable[Param], shape: ModelShape, layout: Layout, pp_rank: int, layers: set[int]
+) -> Iterator[_Held]:
+    experts_here = shape.num_experts // layout.ep_size
+    for param in params:
+        if _is_on_stage(param, shape, layout, pp_rank, layers):
+            size, count = (layout.tp_size, 1) if param.expert is None else (layout.etp_size, experts_here)
+            yield _Held(param, param.mcore_shape(shape, size), count)
+
+
+def checkpoint_bytes(shape: ModelShape, itemsize: int) -> int:
+    """The bytes of a checkpoint's tensors: what is trained, and float32 main parameter and two moments of each."""
+    if shape.adapter is None:
+        return model_bytes(shape, itemsize) + 3 * FLOAT * num_parameters(shape)
+    return (itemsize + 3 * FLOAT) * num_trained(shape)
+
+
+def num_trained(shape: ModelShape) -> int:
+    """The number of parameters of the whole model that have a gradient."""
+    return sum(count * prod(param.joined_shape(shape)) for param, count in counted_trained_params(shape))
 
 
 def _is_on_stage(param: Param, shape: ModelShape, layout: Layout, pp_rank: int, layers: set[int]) -> bool:

@@ -7,16 +7,24 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from scalerl.base.files import GIB
-from scalerl.config import LayoutSizes, PPOConfig, SFTConfig, model_roles, trained_layout
+from scalerl.config import (
+    LayoutSizes,
+    PPOConfig,
+    SFTConfig,
+    model_roles,
+    refers_to_actor,
+    sends_adapter,
+    trained_layout,
+)
 from scalerl.config.layout import longest_sample
 from scalerl.config.schema import MegatronConfig, RolloutConfig
 from scalerl.config.servers import transport_of
 from scalerl.extras.plan.activations import head_bytes, kept_bytes, micro_batches_in_flight
-from scalerl.extras.plan.parameters import StageParameters, stage_parameters
+from scalerl.extras.plan.parameters import StageParameters, checkpoint_bytes, num_trained, stage_parameters
 from scalerl.extras.plan.servers import CONTEXT_BYTES, GRAPH_BYTES, ServerBytes, server_bytes
 from scalerl.models import ModelShape
 from scalerl.models.routing import RoutingShape
-from scalerl.models.sizes import FLOAT, ITEMSIZE, checkpoint_bytes, largest_tensor, model_bytes, num_parameters
+from scalerl.models.sizes import FLOAT, ITEMSIZE, largest_tensor, model_bytes, num_parameters
 from scalerl.parallel.layout import Layout
 from scalerl.rollout.sync.handover import BUCKET_COPIES, bucket_bytes_that_fit, hashed_expert_bytes
 
@@ -29,21 +37,24 @@ CHECKPOINT_PIECE_BYTES = 64 * _MIB
 
 # Of a server with gated delta nets.
 STATES = "delta net states"
+ADAPTERS = "server adapters"
 # What each part is made of; the report names them.
 SOURCES = {
     "weights": "parameters of the rank x bytes of megatron.dtype",
-    "gradients": "4 B x parameters of the rank (megatron's DDP buffer)",
-    "optimizer": "12 B (float32: 8) x parameters of the rank / ranks that share it (use_distributed_optimizer)",
+    "gradients": "4 B x trained parameters of the rank (megatron's DDP buffer)",
+    "optimizer": "12 B (float32: 8) x trained parameters of the rank / ranks that share it (use_distributed_optimizer)",
     "activations": "tensors kept by the layers x tokens per micro-batch x micro-batches in flight",
     "vocabulary": "float32 logits of a chunk twice, the chunk in the model's dtype, gradient of the hidden states",
     "layer": "what one layer takes while it is computed (again), and the gradient of its largest tensor",
-    "gradient exchange": "on a CPU: 4 B x parameters of the rank, the copy that gloo's reduce-scatter sums",
+    "gradient exchange": "on a CPU: 4 B x trained parameters of the rank, the copy that gloo's reduce-scatter sums",
     "optimizer step": "on a CPU: 4 B x parameters whose state is here (square root of the second moment)",
     "buckets": "copies of update_weights_bucket_megabytes, less where memory is short, at least of the largest tensor",
+    "merged weight": "in float32, twice: the largest matrix with an adapter, to which a weight sync adds that",
     "checksums": "experts of a layer, kept until their fused tensors are whole (rollout.verify_weights_every)",
     "server weights": "parameters / rollout.tensor_model_parallel_size x bytes of rollout.dtype, or of quantization",
     "KV cache": "tokens of the cache x layers x key/value heads of the rank x head size x 2",
     STATES: "max_num_seqs x float32 states of gated delta nets, and the tokens that their convolutions still see",
+    ADAPTERS: "room for two adapters: their part of split rows or columns, the rest on every device of a server",
     "save copy": "bytes of a checkpoint that the rank writes (trainer.async_save), in host memory",
     "server's rest": "assumed: CUDA context, graphs and prefill buffers of a server",
     "process": "assumed: CUDA context, libraries and NCCL",
@@ -114,6 +125,8 @@ class MemoryPlan:
 
     memory_bytes: of a device; None: not known, and nothing is too large.
     server: of one device of the policy's servers; None: no servers.  longest_sample: tokens of prompt and response.
+    num_trained: parameters of the policy's adapter; None: all are trained.  backup_bytes: of host memory that a server
+    takes for each of its devices, where its weights are while they are off it.
     routed: None without algorithm.routing_replay.
     """
 
@@ -125,8 +138,10 @@ class MemoryPlan:
     sync_bytes: int
     checkpoint_bytes: int
     num_parameters: int
+    num_trained: int | None
     devices_per_node: int = 1
     routed: RoutedBytes | None = None
+    backup_bytes: int = 0
 
     @property
     def concurrency(self) -> int | None:
@@ -171,7 +186,10 @@ def _gib(num_bytes: int) -> str:
 
 @dataclass(frozen=True)
 class _Model:
-    """A model of the run on its devices. prefix: in names of parts. has_optimizer: it is trained."""
+    """A model of the run on its devices. has_optimizer: it is trained.
+
+    is_base: it is the actor's without its adapter, and has no weights of its own.
+    """
 
     role: str
     shape: ModelShape
@@ -182,6 +200,7 @@ class _Model:
     num_micro_batches: int
     has_optimizer: bool
     on_cpu: bool
+    is_base: bool
 
     @property
     def tokens(self) -> int:
@@ -194,6 +213,8 @@ class _Model:
 
     def state(self, stage: int) -> dict[str, int]:
         """The bytes of each part of this model on a device of the stage when all of it is there."""
+        if self.is_base:
+            return {}
         parameters = self.stages[stage]
         bytes_by_part = {"weights": parameters.weight_bytes(self.itemsize)}
         if self.has_optimizer:
@@ -238,6 +259,11 @@ class _Model:
         in_flight = micro_batches_in_flight(self.layout, stage, self.num_micro_batches)
         bytes_by_part = {"activations": int(kept * self.tokens * in_flight)}
         layer = int((most - kept) * self.tokens) + self.itemsize * self.stages[stage].largest
+        joined = self.itemsize * self.stages[stage].joined
+        if self.megatron.recompute_granularity == "full":
+            layer += joined * self.megatron.recompute_num_layers // len(self.stages[stage].layers)
+        else:
+            bytes_by_part["activations"] += int(joined * in_flight)
         if stage == self.layout.pp_size - 1:
             head_kept, head_working = self._head()
             bytes_by_part["activations"] += int(head_kept)
@@ -281,7 +307,8 @@ def memory_plan(
     resting = max(sum(_all_resting(together, stage).values()) for stage in range(actor.layout.pp_size)) if hybrid else 0
     process = 0 if on_cpu else PROCESS_BYTES
     free = None if memory_bytes is None else memory_bytes - (resting + process if hybrid else 0)
-    server = server_bytes(shapes["actor"], rollout, free, on_cpu=on_cpu)
+    alone = sends_adapter(cfg)
+    server = server_bytes(shapes["actor"], rollout, free, on_cpu=on_cpu, with_adapter=alone)
     devices = [
         DevicePlan(
             f"trainer, stage {stage}" if actor.layout.pp_size > 1 else "trainer",
@@ -310,11 +337,15 @@ def memory_plan(
         server,
         longest_sample(cfg),
         rollout.max_num_seqs,
-        sync_bytes=model_bytes(shapes["actor"], actor.itemsize, in_fp8=rollout.quantization is not None),
+        sync_bytes=ITEMSIZE[rollout.dtype] * num_trained(shapes["actor"])
+        if alone
+        else model_bytes(shapes["actor"], actor.itemsize, in_fp8=rollout.quantization is not None),
         checkpoint_bytes=sum(checkpoint_bytes(m.shape, m.itemsize) for m in models.values() if m.has_optimizer),
         num_parameters=num_parameters(shapes["actor"]),
+        num_trained=num_trained(shapes["actor"]) if shapes["actor"].adapter else None,
         devices_per_node=cfg.trainer.n_gpus_per_node,
         routed=RoutedBytes.of(cfg, shapes["actor"], server.kv_tokens),
+        backup_bytes=server.weights if alone and hybrid and rollout.free_cache_engine and not on_cpu else 0,
     )
 
 
@@ -326,7 +357,8 @@ def _models(cfg: PPOConfig, shapes: Mapping[str, ModelShape], on_cpu: bool) -> I
         sizes[role.name] = (role.megatron, role.layout(cfg), role.max_tokens_per_micro_batch, mini)
     for name, (megatron, layout, max_tokens_per_micro_batch, mini) in sizes.items():
         samples = math.ceil(mini * cfg.actor_rollout_ref.rollout.n / layout.dp_size)
-        yield _model(name, shapes[name], megatron, layout, max_tokens_per_micro_batch, samples, on_cpu)
+        is_base = any(role.name == name and refers_to_actor(cfg, role) for role in model_roles(cfg))
+        yield _model(name, shapes[name], megatron, layout, max_tokens_per_micro_batch, samples, on_cpu, is_base)
 
 
 def _model(
@@ -337,6 +369,7 @@ def _model(
     max_tokens_per_micro_batch: int,
     num_micro_batches: int,
     on_cpu: bool,
+    is_base: bool = False,
 ) -> _Model:
     layout = Layout(**vars(sizes))
     return _Model(
@@ -349,6 +382,7 @@ def _model(
         num_micro_batches,
         has_optimizer=role in ("actor", "critic"),
         on_cpu=on_cpu,
+        is_base=is_base,
     )
 
 
@@ -379,8 +413,8 @@ def _on_the_cpu(process: int, save_copy: int) -> dict[str, int]:
 
 def _serving(server: ServerBytes, process: int) -> dict[str, int]:
     rest = CONTEXT_BYTES + GRAPH_BYTES if process else 0
-    states = {STATES: server.states} if server.states else {}
-    return {"server weights": server.weights, "KV cache": server.kv_bytes} | states | {"server's rest": rest}
+    own = {name: size for name, size in ((STATES, server.states), (ADAPTERS, server.adapters)) if size}
+    return {"server weights": server.weights, "KV cache": server.kv_bytes} | own | {"server's rest": rest}
 
 
 def _phases(
@@ -397,19 +431,20 @@ def _phases(
     resting |= _on_the_cpu(process, _save_copy(cfg, models, stage))
     serving = {} if server is None else _serving(server, process)
     # On the CPU servers release nothing, and are other processes of the same memory.
-    released = {} if process == 0 or not serving else {"server's rest": serving["server's rest"]}
+    released = {name: size for name, size in serving.items() if process and name in (ADAPTERS, "server's rest")}
     of_server = released if rollout.free_cache_engine else serving
     if serving:
         yield Phase("rollout", resting | serving)
+    actor = models[0]
     for model in models:
-        state = _named(model.role, model.state(stage))
+        owner = actor if model.is_base else model
+        state = _named(owner.role, owner.state(stage))
         weights = {name: size for name, size in state.items() if name.endswith(" weights")}
         output = "log-probs" if model.shape.head == "lm" else "values"
         yield Phase(f"{model.role} {output}", resting | weights | _named(model.role, model.forward(stage)) | of_server)
         if model.has_optimizer:
             yield Phase(f"{model.role} update", resting | state | _named(model.role, model.backward(stage)) | of_server)
             yield Phase(f"{model.role} step", resting | state | _named(model.role, model.step(stage)) | of_server)
-    actor = models[0]
     # One model is saved after the other.
     trained = [_saved(model, stage) for model in models if model.has_optimizer]
     saved = max(trained, key=lambda own: sum((resting | own).values()))
@@ -431,6 +466,8 @@ def _phases(
         num_ranks = 1 if transport_of(cfg) == "shared" else tp_size
         hashed = hashed_expert_bytes(actor.shape, ITEMSIZE[rollout.dtype], tp_size, num_ranks=num_ranks)
         held |= {"checksums": hashed} if hashed else {}
+    if not sends_adapter(cfg):
+        held |= _named("actor", {"merged weight": FLOAT * actor.stages[stage].merged * (1 + (actor.itemsize < FLOAT))})
     free_bytes = None if memory_bytes is None else max(0, memory_bytes - sum(held.values()))
     bucket = _bucket_bytes(actor.itemsize * largest_tensor(actor.shape), rollout, free_bytes)
     yield Phase("weight sync", held | {"buckets": BUCKET_COPIES * bucket})
@@ -479,5 +516,6 @@ def _sft_plan(cfg: SFTConfig, shape: ModelShape, memory_bytes: int | None, on_cp
         sync_bytes=0,
         checkpoint_bytes=checkpoint_bytes(shape, model.itemsize),
         num_parameters=num_parameters(shape),
+        num_trained=num_trained(shape) if shape.adapter else None,
         devices_per_node=cfg.trainer.n_gpus_per_node,
     )

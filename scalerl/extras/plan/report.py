@@ -63,14 +63,20 @@ def _peak_line(device: DevicePlan, of: str) -> str:
 
 
 def _totals(plan: MemoryPlan) -> Iterator[str]:
-    yield f"parameters: {plan.num_parameters / 1e9:.2f} billion; checkpoint {plan.checkpoint_bytes / GIB:.1f} GiB" + (
-        f"; a weight sync sends {plan.sync_bytes / GIB:.1f} GiB to each replica" if plan.server else ""
-    )
+    trained = "" if plan.num_trained is None else f", of adapters {plan.num_trained / 1e9:.3f} billion"
+    sync = f"; a weight sync sends {plan.sync_bytes / GIB:.1f} GiB to each replica" if plan.server else ""
+    saved = f"checkpoint {plan.checkpoint_bytes / GIB:.1f} GiB"
+    yield f"parameters: {plan.num_parameters / 1e9:.2f} billion{trained}; {saved}{sync}"
     if copies := {device.name: device.save_copy_bytes for device in plan.devices if device.save_copy_bytes}:
         name = max(copies, key=lambda name: copies[name])
         yield (
             f"host memory of saves (trainer.async_save): {copies[name] / GIB:.1f} GiB for a rank of {name}, "
             f"{plan.devices_per_node * copies[name] / GIB:.1f} GiB on its node"
+        )
+    if plan.backup_bytes:
+        yield (
+            f"host memory of servers, for weights that leave the devices: {plan.backup_bytes / GIB:.1f} GiB for a rank "
+            f"of a server, {plan.devices_per_node * plan.backup_bytes / GIB:.1f} GiB on its node"
         )
     if plan.routed is not None:
         server = "" if plan.routed.server is None else f"; {plan.routed.server / GIB:.1f} GiB for a rank of a server"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from scalerl.algorithms.one_pass import is_one_pass_enough
 from scalerl.config import PPOConfig, model_roles, world_size
+from scalerl.config.schema import MegatronConfig
 from scalerl.config.servers import num_replicas
 from scalerl.extras.plan.plan import MemoryPlan
 from scalerl.extras.plan.servers import kv_token_bytes
@@ -26,8 +27,9 @@ def predicted_seconds(cfg: PPOConfig, shapes: Mapping[str, ModelShape], plan: Me
     """The predicted seconds of one step: decode rounds, then the passes of all models.
 
     A decode round reads a server's weights and KV cache once. The passes are forward passes of the reference, of values
-    and, where the step has such a pass, of old log-probs; an update counts as three, with full recompute as four. A
-    pipeline's idle share, weight sync, rewards and waiting for the longest sample are left out.
+    and, where the step has such a pass, of old log-probs; an update counts as three, with full recompute as four, and
+    with an adapter, beside which weights need no gradients, as one less. A pipeline's idle share, weight sync, rewards
+    and waiting for the longest sample are left out.
     """
     samples = cfg.data.train_batch_size * cfg.actor_rollout_ref.rollout.n
     length = int(cfg.data.max_prompt_length + RESPONSE_FRAC * cfg.data.max_response_length)
@@ -38,9 +40,9 @@ def _training(cfg: PPOConfig, shapes: Mapping[str, ModelShape], samples: int, le
     peak = device_peak_flops("H100", "bfloat16")
     assert peak is not None
     actor = cfg.actor_rollout_ref.actor
-    passes = {"actor": actor.ppo_epochs * _update_passes(actor.megatron.recompute_granularity) + has_logprob_pass(cfg)}
+    passes = {"actor": actor.ppo_epochs * _update_passes(actor.megatron, shapes["actor"]) + has_logprob_pass(cfg)}
     for role in model_roles(cfg):
-        updates = cfg.critic.ppo_epochs * _update_passes(role.megatron.recompute_granularity)
+        updates = cfg.critic.ppo_epochs * _update_passes(role.megatron, shapes[role.name])
         passes[role.name] = 1 + (updates if role.name == "critic" else 0)
     seconds = 0.0
     for role, count in passes.items():
@@ -57,8 +59,8 @@ def has_logprob_pass(cfg: PPOConfig) -> bool:
     return not one_pass and not cfg.algorithm.rollout_correction.bypass_mode
 
 
-def _update_passes(granularity: str | None) -> int:
-    return 4 if granularity == "full" else 3
+def _update_passes(megatron: MegatronConfig, shape: ModelShape) -> int:
+    return 3 + (megatron.recompute_granularity == "full") - (shape.adapter is not None)
 
 
 def _generating(cfg: PPOConfig, shape: ModelShape, plan: MemoryPlan, samples: int) -> float:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from scalerl.base.files import GIB
 from scalerl.config.schema import ServerConfig
 from scalerl.config.servers import quantization_of
 from scalerl.models import ModelShape
+from scalerl.models.adapters import counted_trained_params
 from scalerl.models.sizes import FLOAT, ITEMSIZE, counted_params, stored_itemsize
 from scalerl.rollout.servers.engines import ENGINES
+from scalerl.rollout.servers.engines.sglang import ADAPTER_SLOTS
 
 # Assumed, of SGLang on a GPU: its CUDA context and communicators; captured graphs and the buffers of a prefill.
 CONTEXT_BYTES = 1 * GIB
@@ -26,7 +28,7 @@ KV_GRANULE = 256
 @dataclass(frozen=True)
 class ServerBytes:
     """The bytes that a server takes on one of its devices. kv_token_bytes: of each token of the KV cache.
-    states: of the states of gated delta nets of all sequences at a time.
+    states: of the states of gated delta nets of all sequences at a time.  adapters: of the room for adapters.
 
     kv_tokens: of the whole cache, what each replica gets; None where the device's memory is not known, negative where
     not even the weights fit.
@@ -36,6 +38,7 @@ class ServerBytes:
     kv_token_bytes: int
     kv_tokens: int | None
     states: int = 0
+    adapters: int = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -43,13 +46,14 @@ class ServerBytes:
 
 
 def server_bytes(
-    shape: ModelShape, config: ServerConfig, free_bytes: int | None, *, on_cpu: bool = False
+    shape: ModelShape, config: ServerConfig, free_bytes: int | None, *, on_cpu: bool = False, with_adapter: bool = False
 ) -> ServerBytes:
     """The bytes that a server takes on one of its devices.
 
-    free_bytes: of the device when the server starts; None: not known. The cache has config.kv_cache_tokens tokens or,
-    if that is null, those that gpu_memory_utilization leaves room for. That is a share of what is free once the
-    server's process has its context, before it loads weights (SGLang's `measure_pre_model_load_memory`).
+    with_adapter: it gets the model's adapter beside the model.  free_bytes: of the device when the server starts; None:
+    not known. The cache has config.kv_cache_tokens tokens or, if that is null, those that gpu_memory_utilization leaves
+    room for. That is a share of what is free once the server's process has its context, before it loads weights
+    (SGLang's `measure_pre_model_load_memory`).
     """
     weights = weight_bytes(
         shape,
@@ -60,13 +64,24 @@ def server_bytes(
     )
     token = kv_token_bytes(shape, config.tensor_model_parallel_size, ITEMSIZE[config.dtype])
     states = config.max_num_seqs * state_bytes(shape, config.tensor_model_parallel_size, ITEMSIZE[config.dtype])
-    if config.kv_cache_tokens is not None:
-        return ServerBytes(weights, token, config.kv_cache_tokens, states)
-    if free_bytes is None:
-        return ServerBytes(weights, token, None, states)
-    room = int(config.gpu_memory_utilization * (free_bytes - (0 if on_cpu else CONTEXT_BYTES))) - weights - states
+    adapters = ADAPTER_SLOTS * _adapter_bytes(shape, config) if with_adapter else 0
+    if config.kv_cache_tokens is not None or free_bytes is None:
+        return ServerBytes(weights, token, config.kv_cache_tokens, states, adapters)
+    taken = weights + states + adapters
+    room = int(config.gpu_memory_utilization * (free_bytes - (0 if on_cpu else CONTEXT_BYTES))) - taken
     tokens = int(room * KV_SURE_FRAC) // token // KV_GRANULE * KV_GRANULE
-    return ServerBytes(weights, token, tokens, states)
+    return ServerBytes(weights, token, tokens, states, adapters)
+
+
+def _adapter_bytes(shape: ModelShape, config: ServerConfig) -> int:
+    """The bytes of an adapter on a server's rank: its part of what goes with split rows or columns, the rest whole."""
+    assert shape.adapter is not None
+    served = replace(shape, adapter=ENGINES[config.name].served_adapter(shape.adapter, shape))
+    numbers = 0
+    for param, count in counted_trained_params(served):
+        size = 1 if param.kind == "replicated" else config.tensor_model_parallel_size
+        numbers += count * -(-prod(param.joined_shape(served)) // size)
+    return ITEMSIZE[config.dtype] * numbers
 
 
 def weight_bytes(

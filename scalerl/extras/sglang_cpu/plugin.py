@@ -1,5 +1,5 @@
 """SGLang plugin for a CPU: torch's attention without triton, also for DeepSeek, experts that ranks share, gated delta
-nets, MiniMax-M2's norms, and weights in fp8.
+nets, MiniMax-M2's norms, weights in fp8, and adapters.
 
 SGLang calls `register` in each of its processes, before it reads its arguments. It finds it by the entry point among
 the import stand-ins (`stand_ins/*.dist-info`), so only if these are on PYTHONPATH.
@@ -32,12 +32,14 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import add_attention_backend_choices
 
+    from scalerl.extras.sglang_cpu.adapters import register_adapters
     from scalerl.extras.sglang_cpu.delta_kernels import add_gated, register_kernels
     from scalerl.extras.sglang_cpu.fp8 import register_fp8
     from scalerl.extras.sglang_cpu.sinks import accept_backend
 
     register_kernels()
     register_fp8()
+    register_adapters()
     add_attention_backend_choices([ATTENTION_BACKEND])
     register_attention_backend(ATTENTION_BACKEND)(_create_backend)
     accept_backend(model_hook, ATTENTION_BACKEND)

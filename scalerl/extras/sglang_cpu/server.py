@@ -41,6 +41,9 @@ def on_cpu(launch: Launch, context_length: int) -> tuple[dict[str, Any], dict[st
         "mem_fraction_static": MEM_FRACTION_STATIC,
         "max_total_tokens": config.max_num_seqs * context_length,
     }
+    if launch.adapter is not None:
+        # The others are kernels of a GPU.
+        arguments["lora_backend"] = "torch_native"
     if _has_sliding_layers(launch.model_path):
         # Its backend has one cache for all layers.
         arguments["disable_hybrid_swa_memory"] = True

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from scalerl.cluster.pools import ResourcePool
 from scalerl.cluster.worker_group import WorkerGroup
-from scalerl.config import transport_of
+from scalerl.config import sends_adapter, transport_of
 from scalerl.config.schema import PPOConfig
 from scalerl.config.servers import weight_directory
 from scalerl.errors import UserError
@@ -56,6 +56,7 @@ class PolicyServers:
         self,
         config: PPOConfig,
         pool: ResourcePool,
+        shape: ModelShape,
         *,
         gpu_ids: Sequence[str] | None,
         log_dir: Path,
@@ -64,6 +65,7 @@ class PolicyServers:
     ) -> None:
         """Prepares the servers; `start` starts them, and `wait_ready` returns when they answer.
 
+        shape: of the policy's model, with its adapter.
         gpu_ids: of each trainer rank's device on its node; None on the CPU, and where `pool` is the servers' own.
         single_node, first_step: as `ServerSet` has them.
         """
@@ -77,7 +79,11 @@ class PolicyServers:
         # None: nobody asks for the experts of tokens.
         self.routing = None
         if config.algorithm.routing_replay is not None:
-            self.routing = RoutingShape.of(ModelShape.from_hf(self.model.path))
+            self.routing = RoutingShape.of(shape)
+        # None: they take all weights.
+        self.adapter = None
+        if sends_adapter(config) and shape.adapter is not None:
+            self.adapter = ENGINES[self.rollout.name].served_adapter(shape.adapter, shape)
         max_model_len = config.data.max_prompt_length + config.data.max_response_length
         self.timeout_s = config.trainer.timeout_s
         self.num_syncs = 0
@@ -99,6 +105,7 @@ class PolicyServers:
             single_node=single_node,
             synced=True,
             returns_experts=self.routing is not None,
+            adapter=self.adapter,
             releases_memory=self.rollout.free_cache_engine,
             first_step=first_step,
         )
@@ -113,7 +120,9 @@ class PolicyServers:
         """Waits until all servers answer, then connects them to the rollout workers and the trainer's ranks."""
         self.server_set.wait_ready()
         if self.routing is not None:
-            require_experts(self.server_set.clients[0], self.routing, self.model.path)
+            # No adapter has been loaded yet.
+            client = self.server_set.settings.client(replace(self.replicas[0], adapter=None))
+            require_experts(client, self.routing, self.model.path)
         self.workers, self.rollout_workers = workers, rollout_workers
         self.orders = {index: self._new_order(index) for index in range(len(self.replicas))}
         rollout_workers.connect(self.replicas, self.server_set.settings, self.rollout.seed)
@@ -131,6 +140,7 @@ class PolicyServers:
             shares_devices=not self.owns_devices,
             hands_over=self._hands_over,
             keep_less=ENGINES[self.rollout.name].keep_less,
+            adapter=self.adapter,
         )
 
     def _weights_directory(self) -> str | None:

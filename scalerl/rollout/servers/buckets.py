@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -48,10 +49,12 @@ class Bucket:
     """A bucket of weights.
 
     named: (HF name, tensor).  shared: their place in memory that servers of this machine map; None: they are elsewhere.
+    by_value: its text has the values, for a server that may be on another machine.
     """
 
     named: NamedTensors
     shared: BucketPlace | None = None
+    by_value: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -237,9 +240,13 @@ def flat_bucket(named_tensors: NamedTensors) -> tuple[Tensor, list[BucketEntry]]
     """Copies tensors into uint8 [bytes], on a CPU in shared memory; returns it and its entries."""
     entries, num_bytes = flat_layout([(name, tensor.shape, tensor.dtype) for name, tensor in named_tensors])
     flat = _memory_for_a_server(num_bytes, named_tensors[0][1].device)
+    _fill(flat, entries, named_tensors)
+    return flat, entries
+
+
+def _fill(flat: Tensor, entries: Sequence[BucketEntry], named_tensors: NamedTensors) -> None:
     for (_, view), (_, tensor) in zip(bucket_views(flat, entries), named_tensors, strict=True):
         view.copy_(tensor.detach())
-    return flat, entries
 
 
 def shared_bytes(num_bytes: int) -> Tensor:
@@ -274,18 +281,28 @@ _PythonPickler: Any = vars(pickle)["_Pickler"]
 
 
 class _SglangPickler(_PythonPickler):
-    """Pickles tensors by shared memory (as torch.multiprocessing does), and `BucketEntry` as sglang's class."""
+    """Pickles `BucketEntry` as the class of sglang, and tensors by shared memory, as torch does, or by value."""
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, *, by_value: bool = False) -> None:
         super().__init__(file, protocol=pickle.DEFAULT_PROTOCOL)
-        self.dispatch_table = {**copyreg.dispatch_table, **vars(ForkingPickler)["_extra_reducers"]}
+        shared = {} if by_value else vars(ForkingPickler)["_extra_reducers"]
+        self.dispatch_table = {**copyreg.dispatch_table, **shared}
+
+    def reducer_override(self, obj: Any) -> Any:
+        # A function's name is saved by `save_global` too, which the class's table of types passes over.
+        return obj.__name__ if isinstance(obj, FunctionType) else NotImplemented
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
-        if obj is not BucketEntry:
+        if obj is BucketEntry:
+            module, name = "sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"
+        elif obj is vars(torch.storage)["_load_from_bytes"]:
+            # Megatron puts its own function there, which sglang does not know.
+            module, name = "torch.storage", "_load_from_bytes"
+        else:
             super().save_global(obj, name)
             return
-        self.save("sglang.srt.weight_sync.tensor_bucket")
-        self.save("FlattenedTensorMetadata")
+        self.save(module)
+        self.save(name)
         self.write(pickle.STACK_GLOBAL)
         self.memoize(obj)
 
@@ -295,23 +312,39 @@ def flattened_text(named_tensors: NamedTensors) -> str:
     return _sglang_text(*flat_bucket(named_tensors))
 
 
+def text_of_values(named_tensors: NamedTensors) -> str:
+    """Tensors with their values as text in sglang's format, which a server on another machine can read too."""
+    entries, num_bytes = flat_layout([(name, tensor.shape, tensor.dtype) for name, tensor in named_tensors])
+    flat = torch.empty(num_bytes, dtype=torch.uint8)
+    _fill(flat, entries, named_tensors)
+    return _text(_dumped({"flattened_tensor": flat, "metadata": entries}, by_value=True))
+
+
 def _sglang_text(flat: Tensor, entries: Sequence[BucketEntry]) -> str:
     if flat.is_cuda:
         # Names the device by its UUID, as sender and server may see devices in different orders.
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
         monkey_patch_torch_reductions()
-    return base64.b64encode(_dump({"flattened_tensor": flat, "metadata": list(entries)})).decode("ascii")
+    return _text(_dump({"flattened_tensor": flat, "metadata": list(entries)}))
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _dumped(content: Any, *, by_value: bool = False) -> bytes:
+    file = io.BytesIO()
+    _SglangPickler(file, by_value=by_value).dump(content)
+    return file.getvalue()
 
 
 def _dump(content: Any) -> bytes:
-    file = io.BytesIO()
     with _sharing:
         # The other strategy passes file descriptors over a socket that only related processes can open.
         strategy = torch.multiprocessing.get_sharing_strategy()
         torch.multiprocessing.set_sharing_strategy("file_system")
         try:
-            _SglangPickler(file).dump(content)
+            return _dumped(content)
         finally:
             torch.multiprocessing.set_sharing_strategy(strategy)
-    return file.getvalue()

@@ -11,7 +11,7 @@ import http.client
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -23,6 +23,7 @@ from scalerl.rollout.servers.engines import ENGINES
 from scalerl.rollout.servers.engines.base import Call
 from scalerl.rollout.servers.purpose import POLICY, Purpose
 from scalerl.rollout.servers.requests import (
+    VERSION_MARK,
     GenerateOutput,
     GenerateRequest,
     RolloutError,
@@ -62,6 +63,7 @@ class Replica:
 
     tp_size: its ranks, each of which takes a copy of each bucket.  key: the key that its clients must have.
     engine_kwargs: of its configuration.  quantization: of the weights that its server takes (`rollout.quantization`).
+    adapter: of its clients' requests, as `GenerateRequest.adapter`.
     """
 
     url: str
@@ -70,6 +72,7 @@ class Replica:
     key: str = field(repr=False)
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
     quantization: str | None = None
+    adapter: str | None = None
 
     def expected_checksums(
         self,
@@ -93,7 +96,7 @@ class RolloutClient:
     max_concurrency: samples in flight at a time; the default, as that of timeout_s, is for direct use: a run's clients
         are made by `ClientSettings`, with what its configuration says.
     max_model_len: tokens of prompt + response; max_new_tokens is cut to fit.
-    purpose: for errors.
+    purpose: for errors.  adapter: of its requests, as `GenerateRequest.adapter`.
     timeout_s: for one request, its time in the server's queue included.
     """
 
@@ -107,9 +110,10 @@ class RolloutClient:
         timeout_s: float = RolloutConfig.request_timeout_s,
         max_concurrency: int = RolloutConfig.max_num_seqs,
         purpose: Purpose = POLICY,
+        adapter: str | None = None,
     ) -> None:
         self.url = url.rstrip("/")
-        self.engine = ENGINES[engine]
+        self.engine, self.adapter = ENGINES[engine], adapter
         self.key = key
         self.max_model_len = max_model_len
         self.timeout_s, self.purpose = timeout_s, purpose
@@ -144,6 +148,8 @@ class RolloutClient:
         the rest is given up then.
         """
         check_request(request, self.max_model_len)
+        if self.adapter is not None:
+            request = replace(request, adapter=self.adapter)
         who = f"request {request.request_id!r}"
         slots = slots_of(request, self.max_model_len)
         async with self.connected():
@@ -256,6 +262,23 @@ class RolloutClient:
         directory: as the server sees it.
         """
         self.ask(self.engine.update_weights_from_disk(directory, policy_version=policy_version))
+
+    def load_adapter(self, name: str, policy_version: int, config: Mapping[str, Any], blobs: Sequence[str]) -> None:
+        """Has the server load a version of an adapter, which requests that begin from now on have.
+
+        config: of its adapter_config.json.  blobs: `Engine.serialize` once per engine rank.
+        It forgets all other versions but the newest so far: no request can have one of these any more.
+        """
+        version = f"{name}{VERSION_MARK}{policy_version}"
+        held = [other for other in self.adapters() if other.rpartition(VERSION_MARK)[0] == name]
+        for other in held:
+            if other == version or other != held[-1]:
+                self.ask(self.engine.unload_adapter(other))
+        self.ask(self.engine.load_adapter(version, config, blobs))
+
+    def adapters(self) -> list[str]:
+        """The versions of adapters that the server has, the newest last."""
+        return self.engine.read_adapters(self.ask(self.engine.adapters()))
 
     def end_weight_update(self, policy_version: int) -> None:
         """Closes the session of a weight update; samples from now on carry `policy_version`."""
@@ -384,4 +407,5 @@ class ClientSettings:
             timeout_s=self.timeout_s,
             max_concurrency=self.max_concurrency,
             purpose=self.purpose,
+            adapter=replica.adapter,
         )

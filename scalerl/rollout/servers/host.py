@@ -53,7 +53,12 @@ def process_key(launch: Launch, *, single_node: bool) -> str:
     like = replace(launch, host="127.0.0.1" if single_node else "", seed=launch.config.seed)
     # config.json is included because another model may have been written to the path.
     model = Path(launch.model_path, "config.json").read_text(encoding="utf-8")
-    return json.dumps([ENGINES[launch.config.name].command(like), model])
+    files = []
+    if launch.adapter is not None:
+        # Below adapters the process keeps the weights that it has read.
+        paths = sorted(Path(launch.model_path).glob("*.safetensors"))
+        files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    return json.dumps([ENGINES[launch.config.name].command(like), model, files])
 
 
 def start_timeout_s(launch: Launch) -> float:

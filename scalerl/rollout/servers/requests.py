@@ -32,6 +32,9 @@ DATA = b"data: "
 LAST_EVENT = b"[DONE]"
 # `load_format` of a bucket of weights as SGLang reads it (`weights.flattened_text`).
 FLATTENED = "flattened_bucket"
+# Name of the policy's adapter on its servers, and what is between such a name and the version.
+POLICY_ADAPTER = "policy"
+VERSION_MARK = "-"
 
 SampleKey = tuple[int | str, int]
 
@@ -116,6 +119,7 @@ class GenerateRequest:
     progress: n interrupted samples to continue; () begins n new ones.
     home: requests with the same home go to one server while it has room; () takes input_ids for it.
     routing: outputs have the experts of their tokens, from position `routed_from` of prompt and response on; None: not.
+    adapter: the adapter that the newest version is taken of; None: the model without one.
     """
 
     request_id: int | str
@@ -127,6 +131,7 @@ class GenerateRequest:
     home: tuple[int, ...] = ()
     routing: RoutingShape | None = None
     routed_from: int = 0
+    adapter: str | None = None
 
     def sample_keys(self) -> list[SampleKey]:
         indices = [output.sample_index for output in self.progress] or range(self.n)
@@ -372,7 +377,8 @@ def message_of(text: str) -> str:
         return text.strip()
     if isinstance(answer, dict):
         nested = answer.get("error")
-        for message in (answer.get("message"), nested.get("message") if isinstance(nested, dict) else nested):
+        named = nested.get("message") if isinstance(nested, dict) else nested
+        for message in (answer.get("message"), answer.get("error_message"), named):
             if message:
                 return str(message)
     return text.strip()

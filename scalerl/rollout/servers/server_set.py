@@ -20,12 +20,13 @@ from scalerl.cluster.failures import values_of
 from scalerl.cluster.pools import ActorSpec, PooledActor, ResourcePool
 from scalerl.config.schema import ModelConfig, ServerConfig
 from scalerl.config.servers import ReplicaRoom, quantization_of
+from scalerl.models.adapters import Adapter
 from scalerl.rollout.servers.client import ClientSettings, Replica, RolloutClient
 from scalerl.rollout.servers.engines import ENGINES, Launch
 from scalerl.rollout.servers.host import ServerHost, process_key
 from scalerl.rollout.servers.process import ServerNotReadyError, ServerStartError
 from scalerl.rollout.servers.recovery import LostServer
-from scalerl.rollout.servers.requests import RolloutError
+from scalerl.rollout.servers.requests import POLICY_ADAPTER, RolloutError
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class ServerSet:
         owns_devices: bool = False,
         synced: bool = False,
         returns_experts: bool = False,
+        adapter: Adapter | None = None,
         releases_memory: bool = False,
         first_step: int = 0,
     ) -> None:
@@ -101,7 +103,7 @@ class ServerSet:
         settings: of the clients that ask the servers.
         gpu_ids: of the ranks that hold the pool's devices; None on a CPU, and where the servers own the devices.
         owns_devices: the servers take the pool's devices, which nobody else has.
-        first_step: as `server_seed`.  releases_memory, returns_experts: as `Launch`.
+        first_step: as `server_seed`.  releases_memory, returns_experts, adapter: as `Launch`.
         synced: a trainer gives them weights, so servers that served another such run may be used.
         single_node: whether all processes that ask them, this one too, are on their machine.
         """
@@ -131,6 +133,7 @@ class ServerSet:
             releases_memory=releases_memory,
             synced=synced,
             returns_experts=returns_experts,
+            adapter=adapter,
         )
 
     def start(self) -> None:
@@ -183,7 +186,8 @@ class ServerSet:
         """
         started = values_of(f"{self.purpose.who} start", self.starting, self.timeout_s)
         tp_size = ENGINES[self.config.name].num_ranks(self.config.tensor_model_parallel_size)
-        own = self.config.engine_kwargs, quantization_of(self.config)
+        adapter = None if self.launch.adapter is None else POLICY_ADAPTER
+        own = self.config.engine_kwargs, quantization_of(self.config), adapter
         self.replicas = [Replica(url, self.config.name, tp_size, key, *own) for url, key in started]
         self.clients = {index: self.settings.client(replica) for index, replica in enumerate(self.replicas)}
         if small := list(small_caches(self.clients, self.config.kv_cache_tokens)):

@@ -46,6 +46,7 @@ from scalerl.rollout.sync.session import (
 
 if TYPE_CHECKING:
     from scalerl.config.servers import TransportName
+    from scalerl.models.adapters import Adapter
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.tracking.metrics import Metric
 
@@ -78,6 +79,7 @@ class WeightSync:
         directory: str | None = None,
         model_path: str | None = None,
         memory: DeviceMemory | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         """Connects to the servers that this rank leads; collective.
 
@@ -86,6 +88,7 @@ class WeightSync:
         dtype: the dtype that the servers store; None: the engine's.
         directory, model_path: of transport disk: where the weights go, where the rest of the model is.
         memory: of the device that this rank shares with servers; None: the servers have devices to themselves.
+        adapter: the one that servers take, beside the model of its files; None: they take all weights.
         """
         self.engine, self.model_config, self.bucket_bytes = engine, model_config, bucket_bytes
         self.rank, self.dtype, self.memory = dist.get_rank(), dtype, memory
@@ -104,6 +107,8 @@ class WeightSync:
             directory=directory,
             model_path=model_path,
             quantizes=any(replica.quantization for replica in replicas),
+            adapter=adapter,
+            dtype=dtype,
         )
 
     def _client(self, feed: Feed) -> RolloutClient:
@@ -296,11 +301,18 @@ def make_transport(
     directory: str | None = None,
     model_path: str | None = None,
     quantizes: bool = False,
+    adapter: Adapter | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Transport:
     """Makes the transport of that name; collective over the trainer's world.
 
     directory, model_path: as `DiskTransport`, which alone needs them.  quantizes: the servers compute in fp8.
+    adapter, dtype: as `AdapterTransport`; None: servers take all weights.
     """
+    if adapter is not None:
+        from scalerl.rollout.sync.transports.adapter import AdapterTransport
+
+        return AdapterTransport(engine, adapter, dtype=dtype, by_value=name != "shared")
     export: Export = quantized_export(engine.export_buckets) if quantizes else engine.export_buckets
     if name == "disk":
         from scalerl.parallel.export import BucketWriter
@@ -355,11 +367,12 @@ class WeightSource(Worker):
         shares_devices: bool = True,
         hands_over: bool = False,
         keep_less: str | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         """Connects this rank to the servers (`WeightSync`).
 
         dtype: the dtype that the servers store; None: the engine's.  shares_devices: with the servers.
-        hands_over, keep_less: as `DeviceMemory`.
+        adapter: as `WeightSync`.  hands_over, keep_less: as `DeviceMemory`.
         """
         memory = DeviceMemory(
             lambda: measure(self.rank, self.device, self.engines), hands_over=hands_over, keep_less=keep_less
@@ -375,6 +388,7 @@ class WeightSource(Worker):
             directory=directory,
             model_path=model_path,
             memory=memory if shares_devices else None,
+            adapter=adapter,
         )
 
     @register(Dispatch.ONE_TO_ALL)

@@ -32,6 +32,7 @@ from scalerl.models.sizes import num_parameters
 from scalerl.rollout.sampling.judge import max_model_len
 from scalerl.rollout.servers.engines import ENGINES
 from scalerl.rollout.servers.engines.base import check_context_length
+from scalerl.trainer.checks.adapters import adapter_rate_line, served_adapter_violations, with_adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,6 +85,7 @@ def check_models(
     policy, key = policy_model(cfg)
     shapes = {"actor": errors.attempt(lambda: read_model(policy.path, key))}
     if (shape := shapes["actor"]) is not None:
+        shapes["actor"] = shape = trained_shape(errors, cfg, shape)
         if device is not None:
             errors.violations.extend(
                 actor_violations(cfg, shape, device=device)
@@ -103,11 +105,29 @@ def check_models(
         is_said = shapes["actor"] is None and role.model_path == policy.path
         if role.model_path is None or is_said:
             continue
-        shape = shapes[role.name] = errors.attempt(partial(read_role, role))
+        shape = errors.attempt(partial(read_role, role))
+        if shape is not None and role.name == "critic":
+            shape = trained_shape(errors, cfg, shape, role="critic")
+        shapes[role.name] = shape
         if shape is not None and device is not None:
             assert isinstance(cfg, PPOConfig)
             errors.violations.extend(role_violations(cfg, role, shape, tokenizer))
     return {name: shape for name, shape in shapes.items() if shape is not None}
+
+
+def trained_shape(
+    errors: ErrorCollector, cfg: PPOConfig | SFTConfig, shape: ModelShape, role: str = "actor"
+) -> ModelShape:
+    """The shape of a trained model with the adapter that its keys describe."""
+    if isinstance(cfg, SFTConfig):
+        return with_adapter(errors, shape, cfg.model, cfg.megatron, section="model", megatron_section="megatron")
+    if role == "critic":
+        critic = cfg.critic
+        sections = {"section": "critic.model", "megatron_section": "critic.megatron"}
+        return with_adapter(errors, shape, critic.model, critic.megatron, **sections)
+    policy = cfg.actor_rollout_ref
+    sections = {"section": "actor_rollout_ref.model", "megatron_section": f"{ACTOR}.megatron"}
+    return with_adapter(errors, shape, policy.model, policy.actor.megatron, **sections)
 
 
 def check_judge(errors: ErrorCollector, judge: JudgeConfig) -> None:
@@ -183,6 +203,8 @@ def actor_violations(cfg: PPOConfig, shape: ModelShape, *, device: str) -> Itera
                 f"{shape.model_type} model without experts, whose tokens take no routes; set it to null"
             )
         yield from ENGINES[rollout.name].routing_violations(rollout, section=ROLLOUT)
+    if shape.adapter is not None:
+        yield from served_adapter_violations(cfg, shape, device=device)
     yield from _too_long(cfg, shape, cfg.actor_rollout_ref.model.path)
 
 
@@ -205,6 +227,8 @@ def role_violations(
 
 def learning_rate_line(key: str, lr: float, shape: ModelShape) -> str | None:
     """A line about a learning rate, in `key`, that is one of large models, while the model is small; else None."""
+    if shape.adapter is not None and (line := adapter_rate_line(key, lr)) is not None:
+        return line
     size = num_parameters(shape)
     if size >= SMALL_MODEL or not 0 < lr < LR_OF_SMALL_MODELS:
         return None

@@ -102,7 +102,9 @@ class RLWorker(MegatronWorker, WeightSource):
         self, shard: DataProto, micro_batches: MicroBatches, *, temperature: float, top_k: int = 0
     ) -> Result:
         """Computes column ref_logprobs; with top_k teacher_ids and teacher_logprobs of so many words too."""
-        outputs = self.engines["ref"].logprobs(shard, flat(micro_batches), temperature=temperature, top_k=top_k)
+        reference = self.engines["ref"]
+        with reference.without_adapter():
+            outputs = reference.logprobs(shard, flat(micro_batches), temperature=temperature, top_k=top_k)
         if not outputs:
             return {}, None
         columns = {REF_LOGPROBS.name: outputs["logprobs"]}

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from scalerl.checkpoint.pieces import WrittenFile
     from scalerl.config.schema import MegatronConfig, OptimConfig
     from scalerl.models import Head
+    from scalerl.models.adapters import Adapter
     from scalerl.parallel.checkpoint import BackgroundSave
     from scalerl.trainer.ranks.profile import StepProfile
 
@@ -179,19 +180,36 @@ class MegatronWorker(Worker):
         optim: OptimConfig | None,
         *,
         head: Head = "lm",
+        adapter: Adapter | None = None,
+        adapter_path: str | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        """Builds the model of a role.  role: actor, ref, critic or reward_model. optim None: frozen."""
+        """Builds the model of a role.  role: actor, ref, critic or reward_model. optim None: frozen.
+
+        adapter, adapter_path: as of `MegatronEngine`.
+        """
         import torch
 
         from scalerl.parallel.engine import MegatronEngine
 
         self.engines[role] = MegatronEngine(
-            model_path, megatron, self.groups, optim=optim, head=head, trust_remote_code=trust_remote_code
+            model_path,
+            megatron,
+            self.groups,
+            optim=optim,
+            head=head,
+            adapter=adapter,
+            adapter_path=adapter_path,
+            trust_remote_code=trust_remote_code,
         )
         self.engines[role].leave_device()
         # A server that starts next sizes its KV cache by the free memory of the device.
         torch.cuda.empty_cache()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def refer_to_actor(self) -> None:
+        """Makes the actor's model without its adapter the reference."""
+        self.engines["ref"] = self.engines["actor"]
 
     @contextlib.contextmanager
     def in_phase(self, name: str, role: str, parts: Sequence[str], *, reads: bool) -> Iterator[None]:

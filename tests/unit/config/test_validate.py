@@ -93,6 +93,8 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
         [["clearml"], ["mlflow", "mlflow"]],
         [[], ["console", "mlflow", "file"], ["tensorboard", "wandb", "swanlab"]],
     ),
+    "target_modules": (["q_proj", [], ["q_proj", "q_proj"], None], ["all-linear", ["q_proj", "v_proj"]]),
+    "exclude_modules": ([[""], ["q_proj", "q_proj"]], [[]]),
     "import_files": ([[""], ["a.py", "a.py"]], [[], ["a.py", "b.py"]]),
     # Of a command alone, which has a check of its own.
     "read_only_paths": ([[""], ["a", "a"]], [[]]),

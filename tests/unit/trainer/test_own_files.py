@@ -66,7 +66,7 @@ def test_files_that_other_files_and_commands_name_are_a_runs_own(tmp_path: Path)
 def test_every_key_of_such_a_file_is_known(config: type) -> None:
     """By its name: a key that ends so names data, a model or a checkpoint, which are compared otherwise, or is here.
     A command names files too."""
-    others = r"^data\.(train|val)_files$|^trainer\.resume_from_path$|(^|\.)model\.path$|\.model_path$"
+    others = r"^data\.(train|val)_files$|^trainer\.resume_from_path$|(^|\.)model\.path$|(model|adapter)_path$"
     named = {key for key in keys_of(config) if re.search(r"(path|_files)$", key) and not re.search(others, key)}
     assert named and named <= set(KEYS)
     assert config is SFTConfig or named == set(KEYS) - {"actor_rollout_ref.rollout.program.command"}

@@ -30,6 +30,7 @@ from scalerl.rollout.servers.requests import (
 if TYPE_CHECKING:
     from scalerl.config.schema import ServerConfig
     from scalerl.models import ModelShape
+    from scalerl.models.adapters import Adapter
     from scalerl.rollout.servers.buckets import Bucket
     from scalerl.rollout.servers.checksums import Placement
 
@@ -45,6 +46,7 @@ class Launch:
     releases_memory: the server frees its device between generations (GPU).
     synced: it serves nothing before a trainer has given it weights.
     returns_experts: requests may ask for the experts of their tokens (`GenerateRequest.routing`).
+    adapter: the size of adapters that it can load; None: it loads none.
     openai_name: name of the model for clients of OpenAI's API, which get tokens one by one and, unless they ask for
     others, the sampling parameters of the model's generation_config.json; None: scalerl's own client alone asks.
     nnodes, node_rank: of a server with a process on each of several nodes, how many and which one this is; gpu_ids are
@@ -63,6 +65,7 @@ class Launch:
     releases_memory: bool = False
     synced: bool = False
     returns_experts: bool = False
+    adapter: Adapter | None = None
     openai_name: str | None = None
     nnodes: int = 1
     node_rank: int = 0
@@ -135,6 +138,16 @@ class Engine(ABC):
         self, config: ServerConfig, shape: ModelShape, *, section: str, device: str, verify_weights_every: int
     ) -> Iterator[str]:
         """Yields the reasons why a policy cannot be served while it is trained.  section: prefix of config's keys."""
+        return iter(())
+
+    def served_adapter(self, adapter: Adapter, shape: ModelShape) -> Adapter:
+        """The adapter that a server takes in place of this one, zero in what this one has not."""
+        return adapter
+
+    def adapter_violations(
+        self, config: ServerConfig, shape: ModelShape, *, section: str, device: str
+    ) -> Iterator[str]:
+        """Yields the reasons why servers cannot have a policy's adapter beside its model.  section: prefix of keys."""
         return iter(())
 
     def routing_violations(self, config: ServerConfig, *, section: str) -> Iterator[str]:
@@ -260,6 +273,24 @@ class Engine(ABC):
     def update_weights_from_disk(self, directory: str, *, policy_version: int) -> Call:
         body = {"model_path": directory, "load_format": "safetensors", "flush_cache": True}
         return Call("/update_weights_from_disk", body | _version(policy_version))
+
+    def adapters(self) -> Call:
+        """Asks which adapters the server has; `read_adapters` reads the answer."""
+        return Call("/v1/models", method="GET")
+
+    def read_adapters(self, answer: Any) -> list[str]:
+        return [model["id"] for model in answer["data"] if model.get("parent")]
+
+    def load_adapter(self, name: str, config: Mapping[str, Any], blobs: Sequence[str]) -> Call:
+        """Loads an adapter under a new name.  config: of its adapter_config.json.
+
+        blobs: `serialize` of its tensors by peft's names, once per engine rank.
+        """
+        body = {"lora_name": name, "config_dict": dict(config), "load_format": FLATTENED}
+        return Call("/load_lora_adapter_from_tensors", body | {"serialized_named_tensors": list(blobs)})
+
+    def unload_adapter(self, name: str) -> Call:
+        return Call("/unload_lora_adapter", {"lora_name": name})
 
     def set_policy_version(self, policy_version: int) -> Call:
         return Call("/update_weight_version", {"new_version": str(policy_version), "abort_all_requests": False})

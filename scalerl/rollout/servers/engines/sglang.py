@@ -19,12 +19,14 @@ from scalerl.config.servers import quantization_of
 from scalerl.config.suggestions import divisors_text
 from scalerl.errors import UserError
 from scalerl.models import Family, HFWeights, Param, family_named, family_of, read_config, weight_block
+from scalerl.models.adapters import Adapter, projections
 from scalerl.models.block_scales import FP8_BLOCK, WHOLE_MODULES, is_quantized
 from scalerl.models.shape import attention_interval
 from scalerl.models.sizes import counted_params
 from scalerl.rollout.servers.engines.base import Call, Command, Engine, Launch, check_context_length
 from scalerl.rollout.servers.requests import FLATTENED, GenerateRequest
 from scalerl.rollout.servers.sglang.placement_arguments import (
+    CPU_WIDTH_PADDING,
     MIXTURES,
     RUNNER,
     expert_parallel,
@@ -71,6 +73,12 @@ BLOCKS_OF_FP8 = {
 _ATTENDS = "full_attention"
 # Field of a request for the experts of its tokens. The server's argument has `enable_` before it.
 RETURN_EXPERTS = "return_routed_experts"
+# Adapters of one batch, for which a server keeps memory: the newest version of the policy's, and none.
+ADAPTER_SLOTS = 2
+# Projections that SGLang joins, or computes with adapters all of them or none.
+JOINED_TARGETS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj"))
+# Model types whose adapters were compared with transformers.
+WITH_ADAPTERS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 # On a GPU SGLang may put DeepSeek-V3's shared experts among the routed ones.
 SHARED_EXPERTS_APART = {"disable_shared_experts_fusion": True}
 
@@ -144,6 +152,15 @@ class SGLangEngine(Engine):
             arguments["json_model_override_args"] = json.dumps(changes)
         if launch.returns_experts:
             arguments[f"enable_{RETURN_EXPERTS}"] = True
+        if launch.adapter is not None:
+            arguments |= {
+                "enable_lora": True,
+                "max_lora_rank": launch.adapter.rank,
+                "lora_target_modules": launch.adapter.targets,
+                "max_loras_per_batch": ADAPTER_SLOTS,
+                # Weights that leave a GPU come back as they were: a trainer sends the adapter alone.
+                "enable_weights_cpu_backup": launch.releases_memory and not on_cpu,
+            }
         if config.kv_cache_tokens is not None:
             arguments["max_total_tokens"] = config.kv_cache_tokens
         arguments |= {key.replace("-", "_"): value for key, value in _own_arguments(config.engine_kwargs).items()}
@@ -161,6 +178,8 @@ class SGLangEngine(Engine):
         if routed := [slot.routed for slot in slots if slot.routed is not None]:
             # One number for all samples; `RoutedTokens` leaves out what a sample has already.
             body |= {RETURN_EXPERTS: True, "routed_experts_start_len": min(tokens.next for tokens in routed)}
+        if request.adapter is not None:
+            body["lora_path"] = request.adapter
         if not request.progress:
             # SGLang computes the prompt of n equal samples once.
             sampling = self.sampling_params(request, slots[0]) | {"n": len(slots)}
@@ -176,8 +195,10 @@ class SGLangEngine(Engine):
         A bucket in mapped memory is not copied. The memory is freed when the server has read it; on a CPU, if it never
         does, when this process ends.
         """
-        from scalerl.rollout.servers.buckets import flattened_text
+        from scalerl.rollout.servers.buckets import flattened_text, text_of_values
 
+        if bucket.by_value:
+            return text_of_values(bucket.named)
         return flattened_text(bucket.named) if bucket.shared is None else bucket.shared.serialize()
 
     def update_weights(self, blobs: Sequence[str], *, policy_version: int | None, is_mapped: bool) -> Call:
@@ -228,6 +249,36 @@ class SGLangEngine(Engine):
                     f"{section}.verify_weights_every = {verify_weights_every}: the checksums of an SGLang server are "
                     f"not known with engine_kwargs.sglang.{argument}, which {effect}; leave it out, or set "
                     "verify_weights_every to 0"
+                )
+
+    def served_adapter(self, adapter: Adapter, shape: ModelShape) -> Adapter:
+        known = projections(shape)
+        wanted = {name for group in JOINED_TARGETS if {*group} & {*adapter.targets} for name in group}
+        return replace(adapter, targets=tuple(name for name in known if name in {*adapter.targets, *wanted}))
+
+    def adapter_violations(
+        self, config: ServerConfig, shape: ModelShape, *, section: str, device: str
+    ) -> Iterator[str]:
+        merged = "actor_rollout_ref.model.lora.merge=true"
+        if shape.model_type not in WITH_ADAPTERS:
+            yield (
+                f"actor_rollout_ref.model.lora.merge = false: SGLang is not known to compute with adapters of a "
+                f"{shape.model_type} model (known: {', '.join(WITH_ADAPTERS)}); set {merged}"
+            )
+        if quantization_of(config):
+            yield (
+                f"{section}.quantization = {quantization_of(config)}: servers read the model below an adapter from its "
+                f"files, which are not quantized so; set {merged}"
+            )
+        widths = {"intermediate_size": shape.ffn_hidden_size}
+        if shape.num_experts:
+            widths = {"moe_intermediate_size": shape.moe_ffn_hidden_size}
+        padding = CPU_WIDTH_PADDING * config.tensor_model_parallel_size
+        for key, width in widths.items():
+            if device == "cpu" and width % padding:
+                yield (
+                    f"actor_rollout_ref.model.lora.merge = false: SGLang on a CPU pads {key} = {width} to a "
+                    f"multiple of {padding} (32 for each rank of a server), which an adapter does not fit; set {merged}"
                 )
 
     def routing_violations(self, config: ServerConfig, *, section: str) -> Iterator[str]:

@@ -19,6 +19,7 @@ from typing import Any
 from scalerl.base.lean_imports import lean_imports
 from scalerl.errors import EXIT_USER_ERROR
 from scalerl.rollout.servers.connection import NO_KEY, take_key
+from scalerl.rollout.servers.sglang.adapters import add_adapter_hooks
 from scalerl.rollout.servers.supervise import SERVER_ID
 
 # What SGLang raises for arguments that its parser takes, and that it refuses once it compares them.
@@ -27,6 +28,8 @@ REFUSALS = (ValueError, TypeError, AssertionError, ArithmeticError, NotImplement
 SERVED_NAME = "--served-model-name"
 # Argument of a server that says which experts its routers chose.
 RETURNS_EXPERTS = "--enable-return-routed-experts"
+# Argument of a server that loads adapters.
+LOADS_ADAPTERS = "--enable-lora"
 # Of a malformed request, those that are named.
 MOST_ERRORS = 3
 LISTEN_TIMEOUT_S = 120.0
@@ -143,6 +146,14 @@ def number_routers() -> None:
     HookRegistry.register(capturer, number, HookType.BEFORE)
 
 
+def add_hooks() -> None:
+    """Adds what this server's arguments ask for, in each of its processes."""
+    if RETURNS_EXPERTS in sys.argv:
+        number_routers()
+    if LOADS_ADAPTERS in sys.argv:
+        add_adapter_hooks()
+
+
 def refusing(check: Callable[[Any], None]) -> Callable[[Any], None]:
     """A check of SGLang's arguments that ends the process with argparse's exit code where it refuses them.
 
@@ -168,8 +179,7 @@ def main() -> None:
         from sglang.srt.server_args import ServerArgs, prepare_server_args
         from sglang.srt.utils import kill_process_tree
 
-    if RETURNS_EXPERTS in sys.argv:
-        number_routers()
+    add_hooks()
     load_plugins()
     for check in ("resolve_once", "check_server_args"):
         setattr(ServerArgs, check, refusing(getattr(ServerArgs, check)))
@@ -189,6 +199,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-elif __name__ == "__mp_main__" and RETURNS_EXPERTS in sys.argv:
+elif __name__ == "__mp_main__":
     # A process that SGLang spawns, as on a GPU; it loads its plugins, and these hooks with them, later.
-    number_routers()
+    add_hooks()

@@ -16,12 +16,17 @@ from torch import Tensor
 
 from scalerl.models import family_named
 from scalerl.rollout.servers.checksums import Placement, TensorPlace
-from scalerl.rollout.servers.sglang.placement_arguments import FLOAT32_ROUTERS, MIXTURES, UNFUSED, ExpertParallel
+from scalerl.rollout.servers.sglang.adapters import TENSOR_MARK
+from scalerl.rollout.servers.sglang.placement_arguments import (
+    CPU_WIDTH_PADDING,
+    FLOAT32_ROUTERS,
+    MIXTURES,
+    UNFUSED,
+    ExpertParallel,
+)
 
 # sglang.srt.layers.vocab_parallel_embedding.DEFAULT_VOCAB_PADDING_SIZE
 VOCAB_PADDING = 64
-# sglang.srt.configs.update_config.DEFAULT_MOE_PADDING_SIZE, for every MLP's inner width on one rank of a CPU server
-CPU_WIDTH_PADDING = 32
 
 # By HF module: (SGLang's fused module, position in it)
 FUSED = {
@@ -94,6 +99,10 @@ class SGLangPlacement(Placement):
 
     def parts(self, name: str, tensor: Tensor, ranks: Sequence[int]) -> Iterator[tuple[int, TensorPlace, Tensor]]:
         if self._config.get("tie_word_embeddings") and name == "lm_head.weight":
+            return
+        if TENSOR_MARK in name:
+            place = _adapter_place(name)
+            yield from ((rank, place, tensor) for rank in ranks)
             return
         expert = _EXPERT_NAME.match(name)
         if expert is not None and expert["part"] in self._expert_parts:
@@ -243,6 +252,13 @@ class SGLangPlacement(Placement):
                 f"set it to a divisor of {num_kv_heads}"
             )
         return _slice(tensor, 0, rank // (tp_size // num_kv_heads), num_kv_heads)
+
+
+def _adapter_place(name: str) -> TensorPlace:
+    """The place of a tensor of an adapter, which every rank has whole."""
+    module = name.rsplit(".", 3)[1]
+    fused, position = FUSED.get(module, (module, 0))
+    return TensorPlace(name.replace(f".{module}.lora_", f".{fused}.lora_"), position, NUM_PARTS.get(fused, 1))
 
 
 def _slice(tensor: Tensor, dim: int, index: int, count: int) -> Tensor:

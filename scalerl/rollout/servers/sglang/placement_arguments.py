@@ -13,6 +13,9 @@ from typing import Any
 
 from scalerl.config.value_checks import show
 
+# sglang.srt.configs.update_config.DEFAULT_MOE_PADDING_SIZE, for every MLP's inner width on one rank of a CPU server
+CPU_WIDTH_PADDING = 32
+
 # Mixtures whose experts SGLang stores as `placement` says; on a CPU tests/sglang/test_sync_mixture.py shows it.
 MIXTURES = (
     "qwen3_moe",

@@ -38,7 +38,7 @@ class GatheredTransport(Transport):
                 wait_all(sending)
                 bucket = Bucket(named)
                 num_bytes, num_buckets = num_bytes + bucket.num_bytes, num_buckets + 1
-                parts = [(feed, _serialized(bucket, feed, session.rank)) for feed in mine]
+                parts = [(feed, serialized(bucket, feed, session.rank)) for feed in mine]
                 sending = [thread.submit(self._send, session, *part) for part in parts]
                 session.hash(named)
             wait_all(sending)
@@ -53,7 +53,7 @@ class GatheredTransport(Transport):
         feed.wait()
 
 
-def _serialized(bucket: Bucket, feed: Feed, rank: int) -> dict[int, str]:
+def serialized(bucket: Bucket, feed: Feed, rank: int) -> dict[int, str]:
     """Serializes the bucket for each engine rank that this rank feeds."""
     engine = ENGINES[feed.replica.engine]
     return {number: engine.serialize(bucket) for number in feed.engine_ranks(rank)}

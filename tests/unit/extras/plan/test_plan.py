@@ -6,6 +6,7 @@ import copy
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from scalerl.extras.plan.plan import MemoryPlan, memory_plan
 from scalerl.extras.plan.report import plan_table, summary
 from scalerl.extras.plan.seconds import has_logprob_pass, predicted_seconds
 from scalerl.models import ModelShape
+from scalerl.models.adapters import ALL_LINEAR, Adapter, resolve_targets
 from scalerl.parallel.layout import Layout
 from tests.hub_mirror import Hub
 from tests.model_configs import model_directory, read_config
@@ -219,6 +221,72 @@ def test_every_replica_gets_the_cache_of_the_plan() -> None:
     mine = config(f"{ROLLOUT}.kv_cache_tokens=4096")
     with_kv_cache(mine, memory_plan(mine, shapes(), memory_bytes=H100))
     assert mine.actor_rollout_ref.rollout.kv_cache_tokens == 4096
+
+
+LORA = ("actor_rollout_ref.model.lora_rank=32", "actor_rollout_ref.actor.use_kl_loss=true")
+
+
+def adapted(*overrides: str, name: str = "qwen3-8b", more: dict[str, ModelShape] | None = None) -> MemoryPlan:
+    """The plan of a run that trains an adapter of rank 32 of all projections."""
+    cfg, shape = config(*LORA, *overrides), shapes(name)["actor"]
+    adapter = Adapter(32, 16.0, resolve_targets(shape, ALL_LINEAR))
+    models = {"actor": replace(shape, adapter=adapter), "ref": shape} | (more or {})
+    return memory_plan(cfg, models, memory_bytes=H100)
+
+
+def test_an_adapter_is_what_is_trained() -> None:
+    """Qwen3-8B, rank 32: (4096 + 4096) of q and o, (4096 + 1024) of k and v, (4096 + 12288) of gate, up and down."""
+    numbers = 36 * 32 * (2 * 8192 + 2 * 5120 + 3 * 16384)
+    planned, whole = adapted(), plan("actor_rollout_ref.actor.use_kl_loss=true")
+    parts = phase(planned, "actor update")
+    assert parts["actor gradients"] == 4 * numbers and parts["actor optimizer"] == 12 * numbers / 8
+    assert parts["actor weights"] == 2 * (8_190_735_360 + numbers) == phase(planned, "ref log-probs")["actor weights"]
+    assert planned.checkpoint_bytes == 14 * numbers
+    assert f", of adapters {numbers / 1e9:.3f} billion; checkpoint 1.1 GiB; a weight sync sends 15.3" in summary(
+        planned
+    )
+    # W + B A of gate and up together, in float32, twice.
+    assert phase(planned, "weight sync")["actor merged weight"] == 8 * 2 * 12288 * 4096
+    assert "of adapters" not in summary(whole) and "actor merged weight" not in phase(whole, "weight sync")
+
+
+def test_the_reference_of_an_adapter_is_the_actor_without_it() -> None:
+    planned, whole = adapted(), plan("actor_rollout_ref.actor.use_kl_loss=true")
+    assert not any("ref weights" in part.parts for part in planned.devices[0].phases)
+    assert phase(whole, "actor update")["ref weights"] == 2 * 8_190_735_360
+    assert phase(planned, "ref log-probs")["ref layer"] == phase(whole, "ref log-probs")["ref layer"]
+    offloaded = adapted(f"{MEGATRON}.param_offload=true")
+    assert "actor weights" in phase(offloaded, "ref log-probs") and "actor weights" not in phase(offloaded, "rollout")
+    # Another model, or other devices: weights of its own.
+    other = adapted("actor_rollout_ref.ref.model_path=other")
+    apart = adapted(
+        "actor_rollout_ref.ref.resource_pool.nnodes=1", "actor_rollout_ref.ref.resource_pool.n_gpus_per_node=8"
+    )
+    assert (
+        phase(other, "actor update")["ref weights"]
+        == phase(apart, "ref forward", 1)["ref weights"]
+        == 2 * 8_190_735_360
+    )
+
+
+def test_experts_have_adapters_on_their_ranks() -> None:
+    """Qwen3-30B-A3B over 8 ranks: each has 16 experts of 48 layers, three pairs of (2048 + 768) each."""
+    name, ep8 = "qwen3-30b-a3b", f"{MEGATRON}.expert_model_parallel_size=8"
+    attention = (2048 + 4096) * 2 + (2048 + 512) * 2
+    numbers = 48 * 32 * (16 * 3 * (2048 + 768) + attention)
+    assert phase(adapted(ep8, name=name), "actor update")["actor gradients"] == 4 * numbers
+
+
+def test_an_update_of_an_adapter_takes_a_pass_less() -> None:
+    """That of the weights' gradients, as full recompute takes one more."""
+    planned, shape = adapted(f"{MEGATRON}.param_offload=true"), shapes()["actor"]
+    adapter = Adapter(32, 16.0, resolve_targets(shape, ALL_LINEAR))
+
+    def seconds(own: Adapter | None, granularity: str) -> float:
+        cfg = config(*LORA, f"{MEGATRON}.recompute_granularity={granularity}")
+        return predicted_seconds(cfg, {"actor": replace(shape, adapter=own), "ref": shape}, planned)
+
+    assert seconds(None, "full") > seconds(None, "null") == pytest.approx(seconds(adapter, "full"))
 
 
 def test_host_memory_of_saves_in_the_background() -> None:

@@ -15,9 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scalerl.errors import UserError
-from scalerl.rollout.servers.buckets import _memory_for_a_server, shared_bytes
+from scalerl.rollout.servers.buckets import Bucket, _memory_for_a_server, shared_bytes
 from scalerl.rollout.servers.checksums import TensorPlace, checksum_differences, tensor_checksum
 from scalerl.rollout.servers.client import Replica
+from scalerl.rollout.servers.engines import ENGINES
 from scalerl.rollout.servers.sglang.placement import SGLangPlacement
 from tests.served_weights import expected_checksums, serialize_bucket
 
@@ -354,10 +355,18 @@ class Metadata:
         self.__dict__.update(state)
 
 
-def test_an_sglang_bucket_names_sglangs_class_and_imports_nothing_of_it() -> None:
-    """The real server unpickles it in tests/sglang."""
+def load_as_megatron(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+@pytest.mark.parametrize("by_value", [False, True])
+def test_an_sglang_bucket_names_sglangs_class_and_imports_nothing_of_it(
+    by_value: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real server unpickles it in tests/sglang, by a list of names that has none of Megatron."""
+    monkeypatch.setattr(torch.storage, "_load_from_bytes", load_as_megatron)
     named = [("a", torch.arange(5, dtype=torch.bfloat16)), ("b", torch.randn(3, 2)), ("c", torch.randn(2, 6).T)]
-    blob = serialize_bucket(named, "sglang")
+    blob = ENGINES["sglang"].serialize(Bucket(named, by_value=by_value))
     assert "sglang" not in sys.modules
     seen = []
 
@@ -368,7 +377,8 @@ def test_an_sglang_bucket_names_sglangs_class_and_imports_nothing_of_it() -> Non
 
     bucket = Reader(io.BytesIO(base64.b64decode(blob))).load()
     assert ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata") in seen
-    assert not [module for module, _ in seen if module.startswith("scalerl")]
+    assert not [module for module, _ in seen if module.startswith(("scalerl", "tests"))]
+    assert (("torch.storage", "_load_from_bytes") in seen) == by_value
     for (name, tensor), entry in zip(named, bucket["metadata"], strict=True):
         flat = bucket["flattened_tensor"][entry.start_idx : entry.end_idx]
         assert entry.name == name

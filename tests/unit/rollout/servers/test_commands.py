@@ -19,10 +19,11 @@ from scalerl.extras.plan.servers import server_bytes
 from scalerl.extras.sglang_cpu.plugin import ATTENTION_BACKEND, PLUGIN, register
 from scalerl.extras.sglang_cpu.server import STAND_INS, import_environment
 from scalerl.models import ModelShape
+from scalerl.models.adapters import Adapter
 from scalerl.rollout.servers.engines import ENGINES, Command, Launch
 from scalerl.rollout.servers.engines.base import check_context_length
 from scalerl.rollout.servers.engines.sglang import CONTEXT_SLACK, PLAIN_EXPERTS_ENVIRONMENT
-from scalerl.rollout.servers.sglang.launch import RETURNS_EXPERTS
+from scalerl.rollout.servers.sglang.launch import LOADS_ADAPTERS, RETURNS_EXPERTS
 from scalerl.rollout.servers.sglang.placement_arguments import MIXTURES, PLAIN_RUNNERS
 from tests.lanes import full
 from tests.model_configs import model_directory, read_config
@@ -72,21 +73,35 @@ def test_a_server_that_says_its_experts_has_the_argument_for_it() -> None:
         assert RETURNS_EXPERTS not in sglang_command(RolloutConfig(), device)[0]
 
 
-@pytest.mark.parametrize("arguments", [[RETURNS_EXPERTS], []])
-def test_processes_that_sglang_spawns_number_the_routers_of_a_model(arguments: list[str]) -> None:
+def test_a_server_with_adapters_has_the_arguments_for_them() -> None:
+    adapter = Adapter(8, 16, ("q_proj", "k_proj", "v_proj"))
+    for device, backup in (("cpu", False), ("cuda", True)):
+        command, _ = sglang_command(RolloutConfig(), device, adapter=adapter, releases_memory=True)
+        assert LOADS_ADAPTERS in command and value_of(command, "--max-lora-rank") == "8"
+        targets = command.index("--lora-target-modules") + 1
+        assert tuple(command[targets : targets + 4]) == (*adapter.targets, "--max-loras-per-batch")
+        assert ("--lora-backend" in command) == (device == "cpu")
+        # The model below the adapter is not sent: a server that releases its memory keeps it.
+        assert ("--enable-weights-cpu-backup" in command) == backup
+        assert not any("lora" in argument for argument in sglang_command(RolloutConfig(), device)[0])
+
+
+@pytest.mark.parametrize("arguments", [[RETURNS_EXPERTS], [LOADS_ADAPTERS], []])
+def test_processes_that_sglang_spawns_have_the_hooks_of_their_arguments(arguments: list[str]) -> None:
     """As multiprocessing starts them: they run the server's module again, under another name, before anything else."""
     program = f"""
 import runpy, sys
 sys.argv = ["launch", *{arguments}]
 runpy.run_module("scalerl.rollout.servers.sglang.launch", run_name="__mp_main__", alter_sys=True)
 from sglang.srt.plugins.hook_registry import HookRegistry
-print(any("init_routed_experts_capturer" in target for target in HookRegistry._hooks))
+for hook in ("init_routed_experts_capturer", "check_weights"):
+    print(any(hook in target for target in HookRegistry._hooks))
 """
     environment = {**os.environ, **import_environment()}
     result = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=300
     )
-    assert result.stdout.split()[-1] == str(bool(arguments))
+    assert result.stdout.split()[-2:] == [str(argument in arguments) for argument in (RETURNS_EXPERTS, LOADS_ADAPTERS)]
 
 
 def test_commands_of_a_server_on_two_nodes_differ_in_rank_and_address_alone() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,11 +15,14 @@ from scalerl.commands import serve
 from scalerl.config.schema import RolloutConfig
 from scalerl.config.schema.devices import DevicesConfig
 from scalerl.config.servers import ROLLOUT_ENGINES
+from scalerl.models import ModelShape
+from scalerl.models.adapters import Adapter
 from scalerl.rollout.servers.engines import ENGINES, Launch
 from scalerl.rollout.servers.host import ServerHost, start_timeout_s
 from scalerl.rollout.servers.process import RolloutServer
 from scalerl.rollout.servers.purpose import POLICY
 from scalerl.rollout.servers.requests import GenerateRequest, SamplingParams, slots_of
+from tests.model_configs import read_config
 
 SCALERL = Path(scalerl.__file__).parent
 REQUEST = GenerateRequest("p", [5, 6], 2, SamplingParams(max_new_tokens=4), seeds=[7, 8])
@@ -41,6 +46,41 @@ def test_the_embedded_engine_draws_each_sample_from_its_own_seed() -> None:
     with pytest.raises(ValueError, match="needs seeds, one per sample"):
         unseeded = GenerateRequest("p", [5, 6], 1, SamplingParams(max_new_tokens=4))
         ENGINES["embedded"].generate(unseeded, slots_of(unseeded, 100))
+
+
+def test_requests_for_an_adapter_name_it() -> None:
+    assert "lora_path" not in (ENGINES["sglang"].generate(REQUEST, slots_of(REQUEST, 100)).body or {})
+    request = replace(REQUEST, adapter="policy")
+    assert ENGINES["sglang"].generate(request, slots_of(request, 100)).body["lora_path"] == "policy"
+
+
+@pytest.mark.parametrize(("targets", "served"), [
+    (("o_proj",), ("o_proj",)),
+    (("v_proj",), ("q_proj", "k_proj", "v_proj")),
+    (("o_proj", "up_proj"), ("o_proj", "gate_proj", "up_proj", "down_proj")),
+])  # fmt: skip
+def test_sglang_takes_adapters_of_all_projections_that_it_joins(
+    targets: tuple[str, ...], served: tuple[str, ...]
+) -> None:
+    shape = ModelShape.from_config(read_config("qwen3-8b"))
+    assert ENGINES["sglang"].served_adapter(Adapter(4, 8, targets), shape) == Adapter(4, 8, served)
+
+
+def test_adapters_that_sglang_would_compute_wrongly_are_refused() -> None:
+    def violations(model: str, device: str, **config: Any) -> list[str]:
+        shape, rollout = ModelShape.from_config(read_config(model)), RolloutConfig(**config)
+        return list(ENGINES["sglang"].adapter_violations(rollout, shape, section="rollout", device=device))
+
+    assert violations("qwen3-8b", "cuda") == violations("qwen3-8b", "cpu") == []
+    (unknown,) = violations("glm-4-32b", "cuda")
+    assert "not known to compute with adapters of a glm4 model" in unknown
+    (rounded,) = violations("qwen3-8b", "cuda", quantization="fp8")
+    assert rounded.startswith("rollout.quantization = fp8: ")
+    # 12,288 / 32 = 384 = 3 * 128.
+    assert violations("qwen3-8b", "cpu", tensor_model_parallel_size=128) == []
+    (padded,) = violations("qwen3-8b", "cpu", tensor_model_parallel_size=256)
+    assert "pads intermediate_size = 12288 to a multiple of 8192" in padded
+    assert all(text.endswith("set actor_rollout_ref.model.lora.merge=true") for text in (unknown, rounded, padded))
 
 
 def test_engines_that_can_serve_openais_api_are_found_by_their_trait() -> None:

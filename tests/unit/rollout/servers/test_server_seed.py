@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from scalerl.config.schema import RolloutConfig
+from scalerl.models.adapters import Adapter
 from scalerl.rollout.servers.engines import Launch
 from scalerl.rollout.servers.host import ServerHost, process_key, server_seed
 from scalerl.rollout.servers.process import RolloutServer
@@ -61,3 +62,16 @@ def test_a_server_goes_on_into_a_run_of_another_seed_if_samples_have_seeds(
 
     assert of_process(1) == of_process(1)
     assert (of_process(1) == of_process(2)) == is_kept
+
+
+def test_a_server_with_an_adapter_does_not_go_on_over_other_weights_in_the_same_directory(tmp_path: Path) -> None:
+    """It has read them by itself; all others get theirs in the next run's first sync."""
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 4096}')
+    weights = tmp_path / "model.safetensors"
+    for adapter in (Adapter(4, 8, ("q_proj",)), None):
+        launch = Launch(str(tmp_path), RolloutConfig(), "cpu", 1024, adapter=adapter)
+        weights.write_bytes(b"old")
+        before = process_key(launch, single_node=True)
+        assert process_key(launch, single_node=True) == before
+        weights.write_bytes(b"other")
+        assert (process_key(launch, single_node=True) == before) == (adapter is None)
