@@ -341,7 +341,7 @@ def report(measured: list[dict[str, Any]]) -> str:
     rows = [("GB, trainer, server, bucket, path", "GB/s", "")]
     for one in measured:
         name = (
-            f"{one['gb']:.2f}  {one['layout']:<6} tp{one['server_tp']}  "
+            f"{one['gb']:.4f}  {one['layout']:<6} tp{one['server_tp']}  "
             f"{one['num_buckets']:>3} x {one['bucket_mb']} MiB  {one['path']}"
         )
         limit = f", {one['send_over_limit']:.2f} of copy/{COPIES}" if "send_over_limit" in one else ""
@@ -349,7 +349,7 @@ def report(measured: list[dict[str, Any]]) -> str:
             (
                 name,
                 f"{one['send_gb_per_s']:.2f}",
-                f"with checksums {one['whole_gb_per_s']:.2f}; one copy {one['copy_gb_per_s']:.2f}{limit}",
+                f"{one['seconds']['send']['median']:.3f} s; with checksums {one['whole_gb_per_s']:.2f}; one copy {one['copy_gb_per_s']:.2f}{limit}",
             )
         )
     return record.table(rows)
