@@ -349,7 +349,8 @@ def report(measured: list[dict[str, Any]]) -> str:
             (
                 name,
                 f"{one['send_gb_per_s']:.2f}",
-                f"{one['seconds']['send']['median']:.3f} s; with checksums {one['whole_gb_per_s']:.2f}; one copy {one['copy_gb_per_s']:.2f}{limit}",
+                f"{one['seconds']['send']['median']:.3f} s; with checksums {one['whole_gb_per_s']:.2f}; one copy "
+                f"{one['copy_gb_per_s']:.2f}{limit}",
             )
         )
     return record.table(rows)

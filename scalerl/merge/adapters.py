@@ -88,8 +88,9 @@ def write_adapter(
             Copy(keys[param.name], param.rows_of(shape), dict.fromkeys(param.hf, file), dtype) for param in params
         ]
         copy_all(checkpoint, copies, num_workers)
-    is_here = base is not None and Path(base).expanduser().is_dir()
-    write_peft_config(out_dir, shape.adapter, specs, str(Path(base).expanduser().resolve()) if is_here else base)
+    if base is not None and (here := Path(base).expanduser()).is_dir():
+        base = str(here.resolve())
+    write_peft_config(out_dir, shape.adapter, specs, base)
     return specs
 
 

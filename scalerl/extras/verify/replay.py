@@ -341,7 +341,7 @@ def trainer_run(source: ReplayedStep, cfg: PPOConfig, inputs: PPOInputs, process
         )
         pool = start_pool(lease, cfg.trainer, inputs.device, cfg.trainer.timeout_s)
         groups = start_groups(lease, cfg, pool, inputs.device)
-        build_models(cfg, groups, StartPhases(say=lambda text: None), inputs.attention)
+        build_models(cfg, inputs, groups, StartPhases(say=lambda text: None))
         if (saved := source.after or source.before) is not None:
             attention = groups["actor"].call(MegatronWorker.current_flash_attention)
             for line in other_attention(read_trainer_state(saved), attention):
