@@ -245,7 +245,8 @@ def _working(sizes: _Sizes, is_mixture: bool) -> float:
 
     They are the gradients of the residual and of an MLP's inner tensors. On a GPU the product's gradient is freed when
     gate and up have theirs; on a CPU the tensors that were kept are freed as fast. Sequence parallelism gathers all
-    tokens of the residual's gradient, and on a GPU of a matrix' input again.
+    tokens of the residual's gradient, and on a GPU of a matrix' input again. Of experts with adapters there is the
+    gradient of what these add, too, which is scaled.
     """
     shape, layout = sizes.shape, sizes.layout
     inner = 1 if sizes.on_cpu else 2
@@ -254,6 +255,8 @@ def _working(sizes: _Sizes, is_mixture: bool) -> float:
     if not is_mixture:
         return residual + inner * sizes.itemsize * shape.ffn_hidden_size / layout.tp_size
     routed = inner * shape.moe_ffn_hidden_size / layout.etp_size + shape.hidden_size
+    if shape.adapter is not None:
+        routed += 2 * shape.moe_ffn_hidden_size / layout.etp_size + shape.hidden_size
     return residual + _routed_tokens(sizes) * sizes.itemsize * routed
 
 
