@@ -114,7 +114,9 @@ def test_load_sync_and_merge_have_every_tensor_of_transformers(name: str) -> Non
     bucket_bytes = 512 << 20
     # Stacked experts: in one bucket, sent as one tensor.
     sent = Counter(
-        hf for bucket in plan_buckets(family, shape, 2, bucket_bytes) for hf in {hf for p in bucket for hf in p.hf}
+        hf
+        for bucket in plan_buckets(family.params(shape), shape, 2, bucket_bytes)
+        for hf in {hf for p in bucket for hf in p.hf}
     )
     assert sent == dict.fromkeys(theirs, 1)
     assert merged_rows(family, shape) == {hf: size[0] for hf, size in theirs.items()}

@@ -18,7 +18,7 @@ from scalerl.checkpoint.torch_dist import DistCheckpoint
 from scalerl.config import LayoutSizes
 from scalerl.merge import main
 from scalerl.merge.inspect import _describe_role
-from scalerl.models import CHECKPOINT_MODEL_PREFIX, HFWeights, ModelShape, value_model_config
+from scalerl.models import CHECKPOINT_MODEL_PREFIX, Head, HFWeights, ModelShape, value_model_config
 from scalerl.models.adapters import ALL_LINEAR, Adapter, read_peft, resolve_targets, trained_params, write_peft
 from scalerl.models.table import InMemory
 from scalerl.models.weights import joined_digest
@@ -43,15 +43,16 @@ def save_adapter(
     root: Path,
     model: Path,
     *,
-    head: str = "lm",
+    head: Head = "lm",
     role: str = "actor",
     tp_size: int = 2,
     dtype: torch.dtype | None = None,
 ) -> tuple[Path, ModelShape, dict[str, torch.Tensor]]:
     """global_step_7 as a run leaves it that trains an adapter: (directory of the role, shape, peft's tensors)."""
     shape = ModelShape.from_hf(model).with_head(head)
-    shape = replace(shape, adapter=Adapter(RANK, ALPHA, resolve_targets(shape, ALL_LINEAR)))
-    tensors = {name: (0.2 * tensor).to(dtype) for name, tensor in random_tensors(shape, shape.adapter).items()}
+    adapter = Adapter(RANK, ALPHA, resolve_targets(shape, ALL_LINEAR))
+    shape = replace(shape, adapter=adapter)
+    tensors = {name: (0.2 * tensor).to(dtype) for name, tensor in random_tensors(shape, adapter).items()}
     own = tensors | {"score.weight": torch.ones(1, shape.hidden_size)}
     directory = root / "global_step_7" / role
     (directory / "dist_ckpt").mkdir(parents=True)
@@ -64,7 +65,7 @@ def save_adapter(
     common = {
         "num_updates": 1,
         "layout": asdict(LayoutSizes(1)),
-        "adapter": asdict(shape.adapter),
+        "adapter": asdict(adapter),
         "base_digest": digest_of(model),
     }
     data = directory / "dist_ckpt"
@@ -208,6 +209,7 @@ def test_what_is_damaged_is_found(tmp_path, capsys):
     with DistCheckpoint(actor / "dist_ckpt") as stored:
         piece = next(iter(stored.pieces(CHECKPOINT_MODEL_PREFIX + trained_params(shape)[-1].name)))
     data = bytearray(file.read_bytes())
+    assert piece.payload is not None
     data[piece.start + piece.payload + 3] ^= 16
     file.write_bytes(data)
     for more in ((), ("--merge-adapters",)):
@@ -222,8 +224,9 @@ def test_adapters_are_compared(tmp_path, capsys):
     actor, shape, tensors = save_adapter(tmp_path / "run", model)
     for target, more in (("peft", ()), ("whole", ("--merge-adapters",))):
         assert run(actor, tmp_path / target, *more) == 0
+    assert shape.adapter is not None
     changed = {name: tensor + 1 if number == 3 else tensor for number, (name, tensor) in enumerate(tensors.items())}
-    write_peft(tmp_path / "other", replace(shape.adapter, alpha=7), changed, str(model))
+    write_peft(tmp_path / "other", Adapter(RANK, 7, shape.adapter.targets), changed, str(model))
 
     def compare(one: str, other: str, *more: str) -> tuple[int, str]:
         code = main(["test", "--local_dir", str(tmp_path / one), "--test_hf_dir", str(tmp_path / other), *more])
