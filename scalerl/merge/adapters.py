@@ -88,8 +88,8 @@ def write_adapter(
             Copy(keys[param.name], param.rows_of(shape), dict.fromkeys(param.hf, file), dtype) for param in params
         ]
         copy_all(checkpoint, copies, num_workers)
-    if base is not None and (here := Path(base).expanduser()).is_dir():
-        base = str(here.resolve())
+    if base is not None and Path(base).expanduser().is_dir():
+        base = str(Path(base).expanduser().resolve())
     write_peft_config(out_dir, shape.adapter, specs, base)
     return specs
 

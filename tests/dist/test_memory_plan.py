@@ -152,7 +152,8 @@ def measured_and_planned(
     returned, with one before that was not measured.
     """
     from scalerl.batch.data_proto import DataProto, Jagged
-    from scalerl.config.schema import MegatronConfig, ModelConfig, SFTConfig, SFTDataConfig, SFTTrainerConfig
+    from scalerl.config.schema import MegatronConfig, SFTConfig, SFTDataConfig, SFTTrainerConfig
+    from scalerl.config.schema.model import TrainedModelConfig
     from scalerl.extras.plan.plan import memory_plan
     from scalerl.models import ModelShape
     from scalerl.models.adapters import ALL_LINEAR, Adapter, resolve_targets
@@ -178,7 +179,7 @@ def measured_and_planned(
             max_length=length,
             train_batch_size=len(trainee.micro_batches) * dp_size,
         ),
-        model=ModelConfig(path=model),
+        model=TrainedModelConfig(path=model),
         megatron=MegatronConfig(
             **megatron,
             tensor_model_parallel_size=layout[0],

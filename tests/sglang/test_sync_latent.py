@@ -109,7 +109,7 @@ def test_samples_checksums_and_what_sglang_drops(
             f"rank {rank} model.layers.1.self_attn.fused_qkv_a_proj_with_mqa.weight" for rank in range(tp_size)
         ]
         shape = ModelShape.from_hf(new.path)
-        planned = plan_buckets(family_of(shape), shape, 4, bucket_bytes=40_000)
+        planned = plan_buckets(family_of(shape).params(shape), shape, 4, bucket_bytes=40_000)
         buckets = [[name for param in bucket for name in param.hf] for bucket in planned]
         assert len(buckets) > 5 and differences_after(buckets, 4) == []
         assert_samples_are_of(new, engine, 4)

@@ -113,11 +113,8 @@ def test_load_sync_and_merge_have_every_tensor_of_transformers(name: str) -> Non
     assert family.hf_shapes(shape) == theirs
     bucket_bytes = 512 << 20
     # Stacked experts: in one bucket, sent as one tensor.
-    sent = Counter(
-        hf
-        for bucket in plan_buckets(family.params(shape), shape, 2, bucket_bytes)
-        for hf in {hf for p in bucket for hf in p.hf}
-    )
+    buckets = plan_buckets(family.params(shape), shape, 2, bucket_bytes)
+    sent = Counter(hf for bucket in buckets for hf in {hf for p in bucket for hf in p.hf})
     assert sent == dict.fromkeys(theirs, 1)
     assert merged_rows(family, shape) == {hf: size[0] for hf, size in theirs.items()}
     assert all(prod(size) > 0 for size in theirs.values())
