@@ -64,7 +64,9 @@ def main() -> int:
     validations = read_validations(run_dir / "metrics.jsonl")
 
     title("4. Merge and check with transformers")
-    merge(run_dir, out / "merged")
+    # An adapter alone would be a directory of peft.
+    has_adapter = any(override.startswith("actor_rollout_ref.model.lora_rank=") for override in overrides)
+    merge(run_dir, out / "merged", *["--merge-adapters"] * has_adapter)
     merged = score(out / "merged", data["val"])
     print(f"transformers scores the merged model {merged:.4f}; the trainer's last validation was {validations[-1]:.4f}")
 
@@ -111,10 +113,10 @@ def run(*command: object) -> None:
         sys.exit(done.returncode)
 
 
-def merge(run_dir: Path, target: Path) -> None:
+def merge(run_dir: Path, target: Path, *more: str) -> None:
     step = (run_dir / "latest_checkpointed_iteration.txt").read_text().strip()
     actor = run_dir / f"global_step_{step}" / "actor"
-    run("merge", "--backend", "megatron", "--local_dir", actor, "--target_dir", target)
+    run("merge", "--backend", "megatron", "--local_dir", actor, "--target_dir", target, *more)
 
 
 def read_validations(metrics: Path, name: str = VALIDATION) -> list[float]:

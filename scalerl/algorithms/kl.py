@@ -1,4 +1,7 @@
-"""Per-token estimators of KL(policy || reference). Dims: T packed tokens."""
+"""Per-token estimators of KL(policy || reference), and KL(teacher || policy) over a teacher's likeliest words.
+
+Dims: T packed tokens, K words of a token.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from torch import Tensor
 
 K3_LOG_RATIO_BOUND = 20.0
 K3_BOUND = 10.0
+# Least probability that a policy gives all words but a teacher's: the precision of a sum of float32 probabilities.
+REST_BOUND = 2.0**-23
 
 
 def _k1(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
@@ -66,3 +71,23 @@ def kl_penalty_forward(logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: str) ->
     if kind not in KL_KINDS:
         raise ValueError(f"kl_loss_type={kind!r}: no such KL estimator; known are {sorted(KL_KINDS)}")
     return _KINDS[kind.removesuffix("+")](logprobs_T, ref_logprobs_T)
+
+
+def top_k_kl(logprobs_TK: Tensor, teacher_logprobs_TK: Tensor) -> Tensor:
+    """[T] KL(teacher || policy) over K + 1 outcomes, with a gradient to logprobs_TK: K words, and any other word.
+
+    Both: log-probs of the K words that the teacher finds likeliest; a word whose probability is 0 there is one of the
+    others. Never negative, at most the KL over all words, and that KL where K is the vocabulary.
+    Source: arXiv 2601.20802 (top-K distillation with a tail), TRL's loss_add_tail.
+    """
+    # 1 - sum loses the digits of a small rest.
+    teacher_TK, policy_TK = teacher_logprobs_TK.double(), logprobs_TK.double()
+    probs_TK = teacher_TK.exp()
+    is_word_TK = probs_TK > 0
+    of_words_T = torch.where(is_word_TK, probs_TK * (teacher_TK - policy_TK), 0.0).sum(-1)
+    # Log-probs are float32: a rest below its precision is none.
+    teacher_rest_T = 1.0 - probs_TK.sum(-1)
+    policy_rest_T = 1.0 - torch.where(is_word_TK, policy_TK.exp(), 0.0).sum(-1)
+    teacher_rest_T, policy_rest_T = teacher_rest_T.clamp(min=0.0), policy_rest_T.clamp(min=REST_BOUND)
+    of_rest_T = torch.xlogy(teacher_rest_T, teacher_rest_T) - teacher_rest_T * policy_rest_T.log()
+    return (of_words_T + of_rest_T).to(logprobs_TK.dtype)

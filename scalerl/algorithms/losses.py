@@ -29,6 +29,7 @@ policy_loss_names = _REGISTRY.names
 # The argument that is no column, `LossSequences`, and the column that `covariance.select_tokens` makes.
 SEQUENCES, SELECTED = "sequences", "selected"
 REF_LOGPROBS = "ref_logprobs"
+TEACHER_LOGPROBS, LOGPROBS_OF_TEACHER_IDS = "teacher_logprobs", "logprobs_of_teacher_ids"
 EPISODE_LOSS_TOKENS = "episode_loss_tokens"
 
 # exp(20) = 4.9e8: far beyond any clip range, far from overflow.

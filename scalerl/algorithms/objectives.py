@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scalerl.algorithms.kl import KL_KINDS, kl_penalty
+from scalerl.algorithms.kl import KL_KINDS, kl_penalty, top_k_kl
 from scalerl.algorithms.losses import (
     EPISODE_LOSS_TOKENS,
+    LOGPROBS_OF_TEACHER_IDS,
     REF_LOGPROBS,
     SEQUENCES,
+    TEACHER_LOGPROBS,
     LossSequences,
     check_loss_counts,
     get_policy_loss,
@@ -36,18 +38,20 @@ from scalerl.config.schema.actor import PPOModelConfig
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """Policy loss - entropy_coeff * entropy + kl_loss_coef * KL (with use_kl_loss), aggregated by loss_agg_mode.
+    """Policy loss - entropy_coeff * entropy + kl_loss_coef * KL + distillation_coef * KL of a teacher.
 
+    All are aggregated by loss_agg_mode. The KL is there with use_kl_loss, that of a teacher is `kl.top_k_kl`.
     num_loss_tokens, num_sequences: loss tokens, and sequences with at least one, of the mini-batch over all ranks.
     in_episodes: a sequence of these counts and of seq-mean-token-mean is an episode of several rows (`batch.episodes`),
     whose loss tokens are the column episode_loss_tokens.
     corrected: loss tokens are those of loss_mask, not of response_mask, and a token's policy loss counts
-    rollout_is_weights times (`correction.correct` makes both); entropy, KL and shares of tokens are not weighted.
+    rollout_is_weights times (`correction.correct` makes both); entropy, KLs and shares of tokens are not weighted.
+    distillation_coef: 0 for a loss without the KL of a teacher.
     Raises ValueError at construction for a loss_mode, kl_loss_type or loss_agg_mode that does not exist.
 
-    Metrics (0-dim, without gradient, sum-reducible): actor/loss, actor/pg_loss, actor/kl_loss (use_kl_loss) and
-    actor/entropy (when entropy is given) aggregated by loss_agg_mode; actor/pg_clipfrac, actor/pg_clipfrac_lower,
-    actor/ppo_kl means over loss tokens.
+    Metrics (0-dim, without gradient, sum-reducible): actor/loss, actor/pg_loss, actor/kl_loss (use_kl_loss),
+    actor/distillation_loss and actor/entropy (when entropy is given) aggregated by loss_agg_mode; actor/pg_clipfrac,
+    actor/pg_clipfrac_lower, actor/ppo_kl means over loss tokens.
     """
 
     actor_config: ActorConfig
@@ -55,6 +59,7 @@ class PolicyObjective:
     num_sequences: int
     corrected: bool = False
     in_episodes: bool = False
+    distillation_coef: float = 0.0
 
     def __post_init__(self) -> None:
         config = self.actor_config
@@ -69,6 +74,7 @@ class PolicyObjective:
         names = ["old_logprobs", "advantages", self._mask]
         names += ["rollout_is_weights"] if self.corrected else []
         names += [REF_LOGPROBS] if self.actor_config.use_kl_loss else []
+        names += [TEACHER_LOGPROBS, LOGPROBS_OF_TEACHER_IDS] if self.distillation_coef else []
         names += [EPISODE_LOSS_TOKENS] if self.in_episodes else []
         names += policy_loss_columns(self.actor_config.policy_loss.loss_mode)
         return tuple(dict.fromkeys(names))
@@ -87,7 +93,7 @@ class PolicyObjective:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the loss and its metrics.
 
-        logprobs_T, entropy_T: [T] with gradient.  columns: `token_columns` [T] and cu_seqlens [S + 1].
+        logprobs_T, entropy_T: [T] with gradient.  columns: `token_columns` [T, ...] and cu_seqlens [S + 1].
 
         Raises ValueError for a missing column, or missing entropy_T when entropy_coeff is not 0.
         """
@@ -117,6 +123,12 @@ class PolicyObjective:
             kl = weighted_sum(kl_penalty(logprobs_T, columns[REF_LOGPROBS], config.kl_loss_type), weights_T)
             metrics["actor/kl_loss"] = snapshot(kl)
             loss = loss + config.kl_loss_coef * kl
+        if self.distillation_coef:
+            kept_TK, teacher_TK = keep_T[:, None], columns[TEACHER_LOGPROBS]
+            of_teacher_T = top_k_kl(torch.where(kept_TK, columns[LOGPROBS_OF_TEACHER_IDS], teacher_TK), teacher_TK)
+            distillation = weighted_sum(of_teacher_T, weights_T)
+            metrics["actor/distillation_loss"] = snapshot(distillation)
+            loss = loss + self.distillation_coef * distillation
         metrics["actor/loss"] = snapshot(loss)
         return loss, metrics
 

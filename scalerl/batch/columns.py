@@ -60,6 +60,8 @@ TOKEN_ADVANTAGES = _tokens("advantages", "float32", "advantage of the token")
 ROLLOUT_IS_WEIGHTS = _tokens("rollout_is_weights", "float32", "weight of the token's loss that corrects the sampler")
 LOSS_MASK = _tokens("loss_mask", "bool", "response_mask without the tokens that the correction rejects")
 SELECTED = _tokens("selected", "bool", "whether the token has one of the greatest covariances (clip_cov, kl_cov)")
+TEACHER_IDS = _tokens("teacher_ids", "int32", "words that the reference model finds likeliest there", "T, k")
+TEACHER_LOGPROBS = _tokens("teacher_logprobs", "float32", "log-probs of these words by the reference model", "T, k")
 ROUTED_EXPERTS = _tokens("routed_experts", "uint8", "experts that routers chose (models/routing.py)", "T, layers, k")
 
 # --- samples: what the rollout makes ---
@@ -95,5 +97,7 @@ NUM_LOSS_TOKENS = _samples("num_loss_tokens", "int64", "tokens of loss_mask")
 EPISODE_LOSS_TOKENS = _samples("episode_loss_tokens", "int64", "loss tokens of all rows of the episode (`episodes`)")
 REWARD_KL = _samples("reward_kl", "float64", "KL to the reference, summed over the sampled tokens")
 SCORES = _samples("scores", "float32", "output of the reward model after the last token")
+# What the engine gives an objective beside the batch's columns: [T, k], with a gradient.
+LOGPROBS_OF_TEACHER_IDS = "logprobs_of_teacher_ids"
 # An estimator of samples makes one advantage for each sample, an estimator of tokens one for each token.
 SAMPLE_ADVANTAGES: Column[np.ndarray] = Column("advantages", "float32", "S", "advantage of all tokens of the sample")

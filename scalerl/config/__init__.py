@@ -11,7 +11,7 @@ from scalerl.config.help import help_text
 from scalerl.config.layout import LayoutSizes, alignment
 from scalerl.config.layout_checks import ModelSizes, layout_violations, recompute_violations, server_violations
 from scalerl.config.pools import Pool, num_devices, pools_of, trained_layout, world_size
-from scalerl.config.roles import ModelRole, model_roles, refers_to_actor, uses_critic
+from scalerl.config.roles import ModelRole, model_roles, refers_to_actor, uses_critic, uses_reference
 from scalerl.config.run_length import decay_to_the_end, too_few_conversations, too_few_prompts, total_steps
 from scalerl.config.save import flatten, save_resolved
 from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig
@@ -55,6 +55,7 @@ __all__ = [
     "translation_table",
     "transport_of",
     "uses_critic",
+    "uses_reference",
     "violations_of",
     "world_size",
 ]

@@ -54,13 +54,14 @@ def uses_critic(cfg: PPOConfig) -> bool:
 
 
 def uses_reference(cfg: PPOConfig) -> bool:
-    """Whether a KL, the policy loss or the estimator reads ref_logprobs; of a user's own once its file is imported."""
+    """Whether a KL, a loss or the estimator reads the reference model; of a user's own once its file is imported."""
     actor, algorithm = cfg.actor_rollout_ref.actor, cfg.algorithm
     return (
         actor.use_kl_loss
         or algorithm.use_kl_in_reward
         or actor.policy_loss.loss_mode in REFERENCE_LOSSES
         or algorithm.adv_estimator in REFERENCE_ESTIMATORS
+        or algorithm.distillation_top_k > 0
     )
 
 
@@ -72,8 +73,11 @@ def all_model_roles(cfg: PPOConfig) -> list[ModelRole]:
             name="ref",
             section="actor_rollout_ref.ref",
             head="lm",
-            switch=f"{ACTOR}.use_kl_loss=true, or algorithm.use_kl_in_reward=true",
-            active=uses_reference(cfg),
+            switch=f"{ACTOR}.use_kl_loss=true, or algorithm.use_kl_in_reward=true"
+            if policy.ref.url is None
+            else "actor_rollout_ref.ref.url=null",
+            # A server's model is none of the run's.
+            active=uses_reference(cfg) and policy.ref.url is None,
             model_path=policy.ref.model_path or policy.model.path,
             trust_remote_code=policy.model.trust_remote_code,
             megatron=policy.ref.megatron,

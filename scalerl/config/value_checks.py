@@ -117,6 +117,16 @@ URL = Domain(
     "a URL, such as s3://bucket/run",
     "s3://bucket/run",
 )
+SERVER_URL = Domain(
+    lambda v: isinstance(v, str) and re.fullmatch(r"https?://[^/\s]+(/\S*)?", v) is not None,
+    "the address of a server, such as http://host:30000",
+    "http://host:30000",
+)
+VARIABLE = Domain(
+    lambda v: isinstance(v, str) and re.fullmatch(r"[A-Za-z_]\w*", v) is not None,
+    "the name of an environment variable",
+    "TEACHER_KEY",
+)
 PATTERN = Domain(_has_one_group, "a regular expression with exactly one group", "'Score: (\\d+)'")
 
 

@@ -12,11 +12,14 @@ import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from scalerl.models.adapters import counted_trained_params
 from scalerl.models.shape import ModelShape
+from scalerl.models.table import VALUE_HEAD
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +71,8 @@ class FlopsShape:
     kv_lora_rank set: latent attention (MLA) with its q_lora_rank (None: queries uncompressed), qk_nope_head_dim,
     qk_rope_head_dim and v_head_dim; num_kv_heads and head_dim are ignored then.
     num_sliding_layers: layers whose tokens see the last sliding_window tokens alone.
+    adapter_params: weights of adapters that one token is multiplied with. They are trained then, and of the model's own
+    weights those of a value head.
     """
 
     num_layers: int
@@ -97,6 +102,7 @@ class FlopsShape:
     v_head_dim: int = 0
     num_sliding_layers: int = 0
     sliding_window: int = 0
+    adapter_params: int = 0
 
     def as_critic(self) -> FlopsShape:
         """The same model with a value head of width 1 in place of the vocabulary."""
@@ -104,7 +110,7 @@ class FlopsShape:
 
     @property
     def matmul_params(self) -> int:
-        """Weights that one token is multiplied with: attention projections, MLP or its experts, head."""
+        """Weights that one token is multiplied with: attention projections, MLP or its experts, head, adapters."""
         mlp = self._mlp(self.ffn_hidden_size) * (self.num_layers - self.num_moe_layers)
         mixture = self.num_moe_layers * (
             self.hidden_size * self.num_experts
@@ -113,7 +119,13 @@ class FlopsShape:
             + self.hidden_size * self.shared_expert_gate
         )
         mixers = self._num_attending * self._attention_params + self.num_linear_layers * self._delta_net_params
-        return mixers + mlp + mixture + self.hidden_size * self.vocab_size
+        return mixers + mlp + mixture + self.hidden_size * self.vocab_size + self.adapter_params
+
+    @property
+    def _frozen_params(self) -> int:
+        """Weights that one token is multiplied with and that have no gradient: those beside an adapter."""
+        value_head = self.hidden_size if self.vocab_size == 1 else 0
+        return self.matmul_params - self.adapter_params - value_head if self.adapter_params else 0
 
     @property
     def _num_attending(self) -> int:
@@ -169,12 +181,17 @@ class FlopsShape:
         return float(self.forward_each(list(seq_lens)).sum())
 
     def backward(self, seq_lens: Iterable[int]) -> float:
-        """FLOPs of the backward pass: two products (gradients of input and weight) for each in the forward pass."""
-        return 2.0 * self.forward(seq_lens)
+        """FLOPs of the backward pass: two products (gradients of input and weight) for each in the forward pass.
+
+        One, of the input, for a weight that is frozen beside an adapter.
+        """
+        lengths = list(seq_lens)
+        return 2.0 * self.forward(lengths) - 2.0 * self._frozen_params * sum(lengths)
 
     def train(self, seq_lens: Iterable[int]) -> float:
         """FLOPs of a forward and backward pass."""
-        return 3.0 * self.forward(seq_lens)
+        lengths = list(seq_lens)
+        return self.forward(lengths) + self.backward(lengths)
 
 
 def device_peak_flops(device_name: str, dtype: str | torch.dtype) -> float | None:
@@ -259,5 +276,15 @@ def flops_shape(shape: ModelShape) -> FlopsShape:
         v_head_dim=shape.v_head_dim or 0,
         num_sliding_layers=sum(shape.sliding_layers),
         sliding_window=shape.sliding_window,
+        adapter_params=0 if shape.adapter is None else _adapter_params(shape),
     )
     return whole.as_critic() if shape.head == "value" else whole
+
+
+def _adapter_params(shape: ModelShape) -> int:
+    """Numbers in those A and B that one token is multiplied with: of all experts its own."""
+    return sum(
+        prod(part.joined_shape(shape)) * (1 if part.expert is None else shape.num_experts_per_token)
+        for part, _ in counted_trained_params(shape)
+        if part.hf != VALUE_HEAD.hf
+    )

@@ -15,7 +15,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import Tensor
 
 from scalerl.batch import Alignment
-from scalerl.batch.columns import ROUTED_EXPERTS
+from scalerl.batch.columns import LOGPROBS_OF_TEACHER_IDS, ROUTED_EXPERTS, TEACHER_IDS, TEACHER_LOGPROBS
 from scalerl.batch.data_proto import DataProto, Jagged
 from scalerl.models import Head, ModelShape, family_of
 from scalerl.models.adapters import Adapter, adapter_params, trained_params
@@ -26,7 +26,7 @@ from scalerl.parallel.experts import layers_with_routers
 from scalerl.parallel.export import Needed, export_buckets
 from scalerl.parallel.layout import Groups
 from scalerl.parallel.loading import load_hf_weights, place
-from scalerl.parallel.logprobs import linear_logprobs
+from scalerl.parallel.logprobs import linear_logprobs, linear_top_logprobs
 from scalerl.parallel.lora import adapters_off, add_adapters, base_digest
 from scalerl.parallel.megatron_overrides import megatron_values
 from scalerl.parallel.micro_batch import MicroBatch, by_length, pack_rows, run_schedule, unpack
@@ -218,18 +218,22 @@ class MegatronEngine:
         *,
         temperature: float,
         record_routing: bool = False,
+        top_k: int = 0,
     ) -> dict[str, Jagged]:
         """Computes {"logprobs", "entropy"} of every row of the shard, on the last stage; {} on the others.
 
         micro_batches: indices into the shard's rows; together each row once. record_routing: returns "routed_experts"
         too, on every stage about its own layers. Routers follow this column of a shard that has it, as in `update`.
+        top_k: returns "teacher_ids" and "teacher_logprobs" too, of so many words that this model finds likeliest.
         """
         self.require_on_device(PARAMS, work="logprobs", reads=True)
         for chunk in self._forward_chunks:
             chunk.eval()
         packed = self._pack(shard, micro_batches, record_routing=record_routing)
-        names = ("logprobs", "entropy")
-        outputs = self._run(packed, self._reader(temperature), partial(_keep_outputs, names), forward_only=True)
+        names, read = ("logprobs", "entropy"), self._reader(temperature)
+        if top_k:
+            names, read = (*names, TEACHER_IDS.name, TEACHER_LOGPROBS.name), partial(self._read_top, temperature, top_k)
+        outputs = self._run(packed, read, partial(_keep_outputs, names), forward_only=True)
         routed = {}
         if record_routing:
             routed[ROUTED_EXPERTS.name] = recorded_experts(
@@ -280,6 +284,7 @@ class MegatronEngine:
         (where the shard has routed_experts, which the routers follow).
 
         temperature: of the log-probs; None with a value head, whose objective is called with (values_T, columns).
+        Where the shard has teacher_ids, the objective gets this model's log-probs of them as a column, with a gradient.
 
         A gradient that is not finite skips the update on all ranks: nothing changes, the learning rate's schedule
         included. Raises NonFiniteGradientError after max_consecutive_skipped_updates of them.
@@ -314,6 +319,8 @@ class MegatronEngine:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        if TEACHER_IDS.name in shard.tokens:
+            shard, objective = _known_words(shard, self.shape.vocab_size), partial(_with_teacher_ids, objective)
         packed = self._pack(shard, micro_batches)
         # megatron moves the biases of routers while it gathers the gradients, before anyone has looked at these.
         biases = [(bias, bias.clone()) for chunk in self.chunks for bias in router_biases(chunk).values()]
@@ -410,24 +417,46 @@ class MegatronEngine:
     def _read_own_values(self, batch: MicroBatch, values: Tensor) -> tuple[Tensor]:
         return (batch.to_own_token(gather_replicated(values.flatten(), self.groups.cp)),)
 
-    def _read_logprobs(self, temperature: float, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes log-prob and entropy of each token of whole sequences.
+    def _read_logprobs(self, temperature: float, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Computes log-prob and entropy of each token of whole sequences, and the log-probs of its teacher_ids [T, K].
 
         hidden: [1, P / cp, H], its tokens split over tp ranks with sequence parallelism.
         """
-        logprobs, entropy = linear_logprobs(
-            whole_hidden(hidden[0], sequence_parallel=self.config.sequence_parallel),
-            output_weight(self.chunks[-1]),
-            batch.labels,
-            vocab_size=self.shape.vocab_size,
-            temperature=temperature,
-            tp_rank=self.groups.coordinates.tp_rank,
-            tp_group=self.groups.tp,
-        )
+        cp, labels = self.groups.cp, batch.labels
+        if (ids_TK := batch.columns.get(TEACHER_IDS.name)) is not None:
+            ids_PK = batch.to_predicting_token(ids_TK.long(), cp.rank(), cp.size())
+            labels = torch.cat([labels[:, None], ids_PK], -1)
+        logprobs, entropy = linear_logprobs(*self._output_layer(hidden), labels, **self._vocabulary(temperature))
         # Whole sequences on every cp rank: an objective never sees how they were split.
-        gathered_P2 = gather_replicated(torch.stack([logprobs, entropy], dim=-1), self.groups.cp)
-        logprobs_P, entropy_P = gathered_P2.unbind(-1)
-        return batch.to_described_token(logprobs_P), batch.to_described_token(entropy_P)
+        if ids_TK is None:
+            gathered_P2 = gather_replicated(torch.stack([logprobs, entropy], dim=-1), cp)
+            logprobs_P, entropy_P = gathered_P2.unbind(-1)
+            return batch.to_described_token(logprobs_P), batch.to_described_token(entropy_P)
+        gathered = gather_replicated(torch.cat([entropy[:, None], logprobs], -1), cp)
+        entropy_P, logprobs_P, of_ids_PK = gathered[:, 0], gathered[:, 1], gathered[:, 2:]
+        return tuple(batch.to_described_token(results) for results in (logprobs_P, entropy_P, of_ids_PK))
+
+    def _read_top(self, temperature: float, top_k: int, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Computes what `_read_logprobs` does, and ids int32 and log-probs [T, K] of the likeliest words."""
+        logprobs, entropy, top_logprobs, top_ids = linear_top_logprobs(
+            *self._output_layer(hidden), batch.labels, top_k=top_k, **self._vocabulary(temperature)
+        )
+        results = (logprobs, entropy, top_ids.to(torch.int32), top_logprobs)
+        return tuple(batch.to_described_token(gather_replicated(values, self.groups.cp)) for values in results)
+
+    def _output_layer(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The hidden states [P / cp, H] that are the output layer's input, and its weight."""
+        whole = whole_hidden(hidden[0], sequence_parallel=self.config.sequence_parallel)
+        return whole, output_weight(self.chunks[-1])
+
+    def _vocabulary(self, temperature: float) -> dict[str, Any]:
+        """How the output layer's words are spread over ranks, and what divides their logits."""
+        return {
+            "vocab_size": self.shape.vocab_size,
+            "temperature": temperature,
+            "tp_rank": self.groups.coordinates.tp_rank,
+            "tp_group": self.groups.tp,
+        }
 
     def export_buckets(self, bucket_bytes: int, needed: Needed | None = None) -> Iterator[list[tuple[str, Tensor]]]:
         """Yields full HF tensors in the family table's order; all ranks must consume all buckets.
@@ -469,6 +498,27 @@ def _with_old(
     own_columns = {"logprobs": logprobs_T.detach(), "entropy": entropy_T.detach()}
     loss, metrics = objective(logprobs_T, entropy_T, columns | {"old_logprobs": own_columns["logprobs"]})
     return loss, metrics | own_columns
+
+
+def _known_words(shard: DataProto, vocab_size: int) -> DataProto:
+    """The shard with no word of a teacher that this model lacks: it gets a log-prob of -inf, and another id.
+
+    Models of one tokenizer have different numbers of rows beyond its words.
+    """
+    ids, logprobs = shard[TEACHER_IDS], shard[TEACHER_LOGPROBS]
+    is_unknown = ids.values >= vocab_size
+    known = {
+        TEACHER_IDS.name: replace(ids, values=ids.values.masked_fill(is_unknown, 0)),
+        TEACHER_LOGPROBS.name: replace(logprobs, values=logprobs.values.masked_fill(is_unknown, -torch.inf)),
+    }
+    return replace(shard, tokens={**shard.tokens, **known})
+
+
+def _with_teacher_ids(
+    objective: Objective, logprobs_T: Tensor, entropy_T: Tensor, of_ids_TK: Tensor, columns: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Calls the objective with the log-probs of the teacher's words as a column."""
+    return objective(logprobs_T, entropy_T, columns | {LOGPROBS_OF_TEACHER_IDS: of_ids_TK})
 
 
 def _keep_outputs(names: Sequence[str], *outputs: Tensor | dict) -> tuple[Tensor, dict]:

@@ -3,7 +3,7 @@
 The vocabulary may be split over tensor-parallel ranks. Logits exist for a chunk of tokens at a time, in the forward
 pass and, computed again, in the backward pass.
 Dims: T packed tokens, C tokens of a chunk, H hidden size, V rows of this rank's part of the output weight, W of them
-that are words, not padding.
+that are words, not padding, L labels of a token, K likeliest words of a token.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _GRADIENT_BLOCK_ROWS = 16384
 def linear_logprobs(
     hidden_TH: Tensor,
     weight_VH: Tensor,
-    labels_T: Tensor,
+    labels: Tensor,
     *,
     vocab_size: int,
     temperature: float = 1.0,
@@ -42,9 +42,11 @@ def linear_logprobs(
 
     hidden_TH: [T, H], the same on all ranks of tp_group.  weight_VH: [V, H], rows tp_rank * V ... of the padded
     vocabulary.  Both float32, bfloat16 or float16; logits are float32 (on a GPU never rounded to less).
-    labels_T: [T] int64 in [0, vocab_size).  vocab_size: rows from here on are padding and take no probability.
+    labels: [T] int64 in [0, vocab_size), or [T, L] of several words of a token, all but the first of them different.
+    vocab_size: rows from here on are padding and take no probability.
     tp_group: None for a vocabulary that is not split.  chunk_tokens: None: `tokens_of_chunk`.
-    Returns two [T] float32, the same on all ranks, with gradients for hidden and weight.
+    Returns float32 log-probs of the shape of the labels, and entropy [T], the same on all ranks, with gradients for
+    hidden and weight.
 
     The gradient of hidden is this rank's share, of its part of the vocabulary: the region that hands hidden over must
     sum it over tp_group (megatron's copy_to_tensor_model_parallel_region, or gather_from_sequence_parallel_region with
@@ -54,13 +56,46 @@ def linear_logprobs(
 
     Raises ValueError for a label outside the vocabulary on the CPU; on a GPU the check would have to wait for it.
     """
-    num_rows = weight_VH.shape[0]
-    start = tp_rank * num_rows
-    words = _Words(start, min(max(vocab_size - start, 0), num_rows))
+    words = _Words.of_rank(weight_VH, vocab_size, tp_rank)
+    if chunk_tokens is None:
+        chunk_tokens = tokens_of_chunk(hidden_TH.device.type, words.count)
+    _check_labels(labels, vocab_size)
+    labels_TL = labels[:, None] if labels.dim() == 1 else labels
+    logprobs_TL, entropy_T = _LinearLogprobs.apply(
+        hidden_TH, weight_VH, labels_TL, words, temperature, tp_group, chunk_tokens
+    )
+    return logprobs_TL.view(labels.shape), entropy_T
+
+
+@torch.no_grad()
+def linear_top_logprobs(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    labels_T: Tensor,
+    *,
+    top_k: int,
+    vocab_size: int,
+    temperature: float = 1.0,
+    tp_rank: int = 0,
+    tp_group: dist.ProcessGroup | None = None,
+    chunk_tokens: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The results of `linear_logprobs`, and the log-probs and ids of each token's likeliest words, the likeliest first.
+
+    top_k: K, at most vocab_size.  Further arguments: as `linear_logprobs`, labels of one word each.
+    Returns logprobs [T], entropy [T], top log-probs [T, K] float32 and top ids [T, K] int64, without gradients.
+    """
+    words = _Words.of_rank(weight_VH, vocab_size, tp_rank)
     if chunk_tokens is None:
         chunk_tokens = tokens_of_chunk(hidden_TH.device.type, words.count)
     _check_labels(labels_T, vocab_size)
-    return _LinearLogprobs.apply(hidden_TH, weight_VH, labels_T, words, temperature, tp_group, chunk_tokens)
+    top = _TopWords.none(hidden_TH, top_k)
+    labels_TL = labels_T[:, None]
+    local = _local_sums(hidden_TH, weight_VH, labels_TL, words, temperature, chunk_tokens, top)
+    max_T, sum_T, weighted_T, label_TL = _sum_over_ranks(local, words.find(labels_TL)[1], tp_group)
+    log_sum_T = sum_T.log()
+    values_TK, ids_TK = top.over_ranks(local[0] - max_T, tp_group)
+    return label_TL[:, 0] - log_sum_T, log_sum_T - weighted_T / sum_T, values_TK - log_sum_T[:, None], ids_TK
 
 
 def tokens_of_chunk(device: str, num_words: int) -> int:
@@ -87,13 +122,13 @@ def _multiplies_into_float32(operand: Tensor) -> bool:
     return operand.device.type == "cuda" and "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
-def _check_labels(labels_T: Tensor, vocab_size: int) -> None:
-    if labels_T.device.type != "cpu" or not labels_T.numel():
+def _check_labels(labels: Tensor, vocab_size: int) -> None:
+    if labels.device.type != "cpu" or not labels.numel():
         return
-    bad = ((labels_T < 0) | (labels_T >= vocab_size)).nonzero()
+    bad = ((labels < 0) | (labels >= vocab_size)).nonzero()
     if len(bad):
-        token = int(bad[0])
-        raise ValueError(f"token {token}: id {int(labels_T[token])} is outside the vocabulary of {vocab_size} words")
+        token, label = int(bad[0][0]), int(labels[tuple(bad[0])])
+        raise ValueError(f"token {token}: id {label} is outside the vocabulary of {vocab_size} words")
 
 
 @dataclass(frozen=True)
@@ -103,10 +138,50 @@ class _Words:
     start: int
     count: int
 
-    def find(self, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+    @classmethod
+    def of_rank(cls, weight_VH: Tensor, vocab_size: int, tp_rank: int) -> _Words:
+        num_rows = weight_VH.shape[0]
+        start = tp_rank * num_rows
+        return cls(start, min(max(vocab_size - start, 0), num_rows))
+
+    def find(self, labels_TL: Tensor) -> tuple[Tensor, Tensor]:
         """Locates each label in this rank's part of the vocabulary: (its row, clamped; whether it is there)."""
-        rows_T = labels_T - self.start
-        return rows_T.clamp(0, max(self.count - 1, 0)), (rows_T >= 0) & (rows_T < self.count)
+        rows_TL = labels_TL - self.start
+        return rows_TL.clamp(0, max(self.count - 1, 0)), (rows_TL >= 0) & (rows_TL < self.count)
+
+
+@dataclass(frozen=True)
+class _TopWords:
+    """The likeliest words of each token among this rank's: logit / temperature - this rank's maximum, and id."""
+
+    values_TK: Tensor
+    ids_TK: Tensor
+
+    @classmethod
+    def none(cls, hidden_TH: Tensor, top_k: int) -> _TopWords:
+        dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
+        values_TK = hidden_TH.new_full((hidden_TH.shape[0], top_k), -torch.inf, dtype=dtype)
+        return cls(values_TK, torch.zeros_like(values_TK, dtype=torch.int64))
+
+    def fill(self, part: slice, z_CW: Tensor, words: _Words) -> None:
+        count = min(self.values_TK.shape[1], words.count)
+        values_CK, rows_CK = z_CW.topk(count, -1)
+        self.values_TK[part, :count] = values_CK
+        self.ids_TK[part, :count] = rows_CK + words.start
+
+    def over_ranks(self, shift_T: Tensor, tp_group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+        """Merges those of all ranks.  shift_T: this rank's maximum less that of all, which values are relative to."""
+        values_TK = self.values_TK + shift_T[:, None]
+        if tp_group is None or dist.get_world_size(tp_group) == 1:
+            return values_TK, self.ids_TK
+        values, ids = (
+            [torch.empty_like(mine_TK) for _ in range(dist.get_world_size(tp_group))]
+            for mine_TK in (values_TK, self.ids_TK)
+        )
+        dist.all_gather(values, values_TK, group=tp_group)
+        dist.all_gather(ids, self.ids_TK, group=tp_group)
+        values_TK, positions_TK = torch.cat(values, -1).topk(values_TK.shape[1], -1)
+        return values_TK, torch.cat(ids, -1).gather(1, positions_TK)
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -115,35 +190,37 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx: Any,
         hidden_TH: Tensor,
         weight_VH: Tensor,
-        labels_T: Tensor,
+        labels_TL: Tensor,
         words: _Words,
         temperature: float,
         tp_group: dist.ProcessGroup | None,
         chunk_tokens: int,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        local = _local_sums(hidden_TH, weight_VH, labels_T, words, temperature, chunk_tokens)
-        max_T, sum_T, label_T, weighted_T = _sum_over_ranks(local, words.find(labels_T)[1], tp_group)
+        local = _local_sums(hidden_TH, weight_VH, labels_TL, words, temperature, chunk_tokens)
+        max_T, sum_T, weighted_T, label_TL = _sum_over_ranks(local, words.find(labels_TL)[1], tp_group)
         log_sum_T = sum_T.log()
         entropy_T = log_sum_T - weighted_T / sum_T
-        ctx.save_for_backward(hidden_TH, weight_VH, labels_T, max_T, log_sum_T, entropy_T)
+        ctx.save_for_backward(hidden_TH, weight_VH, labels_TL, max_T, log_sum_T, entropy_T)
         ctx.words, ctx.temperature, ctx.chunk_tokens = words, temperature, chunk_tokens
-        return label_T - log_sum_T, entropy_T
+        return label_TL - log_sum_T[:, None], entropy_T
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_TH, weight_VH, labels_T, max_T, log_sum_T, entropy_T = ctx.saved_tensors
+    def backward(ctx: Any, grad_logprobs_TL: Tensor | None, grad_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_TH, weight_VH, labels_TL, max_T, log_sum_T, entropy_T = ctx.saved_tensors
         words, temperature = ctx.words, ctx.temperature
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden_TH = torch.zeros_like(hidden_TH) if needs_hidden else None
         grad_weight = _WeightGradient(weight_VH) if needs_weight else None
-        if words.count and not (grad_logprobs_T is None and grad_entropy_T is None):
-            label_T, constant_T, slope_T = _coefficients(
-                grad_logprobs_T, grad_entropy_T, log_sum_T, entropy_T, temperature
+        if words.count and not (grad_logprobs_TL is None and grad_entropy_T is None):
+            if grad_logprobs_TL is None:
+                grad_logprobs_TL = torch.zeros_like(labels_TL, dtype=log_sum_T.dtype)
+            label_TL, constant_T, slope_T = _coefficients(
+                grad_logprobs_TL, grad_entropy_T, log_sum_T, entropy_T, temperature
             )
-            rows_T, is_mine_T = words.find(labels_T)
-            label_T = label_T * is_mine_T
+            rows_TL, is_mine_TL = words.find(labels_TL)
+            label_TL = label_TL * is_mine_TL
             for part, z_CW, exp_CW in _chunks(hidden_TH, weight_VH, words, temperature, ctx.chunk_tokens):
                 z_CW.sub_(max_T[part, None])
                 if slope_T is None:
@@ -151,7 +228,9 @@ class _LinearLogprobs(torch.autograd.Function):
                 else:
                     torch.exp(z_CW, out=exp_CW)
                     grad_CW = z_CW.mul_(slope_T[part, None]).add_(constant_T[part, None]).mul_(exp_CW)
-                grad_CW.scatter_add_(1, rows_T[part, None], label_T[part, None])
+                # Apart: the others differ, so that no sum depends on the order in which a GPU adds.
+                for labels in (slice(0, 1), slice(1, None)):
+                    grad_CW.scatter_add_(1, rows_TL[part, labels], label_TL[part, labels])
                 grad_CW = grad_CW.to(hidden_TH.dtype)
                 if grad_hidden_TH is not None:
                     torch.mm(grad_CW, weight_VH[: words.count], out=grad_hidden_TH[part])
@@ -161,26 +240,27 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _coefficients(
-    grad_logprobs_T: Tensor | None,
+    grad_logprobs_TL: Tensor,
     grad_entropy_T: Tensor | None,
     log_sum_T: Tensor,
     entropy_T: Tensor,
     temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Computes the coefficients (label, constant, slope) of the gradient of the logits; slope None is 0.
+    """Computes the coefficients (labels, constant, slope) of the gradient of the logits; slope None is 0.
 
-    The gradient of logit j is label * 1{j = label} + exp(z_j) * (constant + slope * z_j), with
+    The gradient of logit j is sum_l labels_l * 1{j = label l} + exp(z_j) * (constant + slope * z_j), with
     z = logit / temperature - max.
 
     d logprob / d z_j = 1{j = label} - p_j;  d entropy / d z_j = -p_j * (log p_j + entropy);  p_j = exp(z_j) / sum.
     """
     inverse_sum_T = torch.exp(-log_sum_T)
-    label_T = torch.zeros_like(log_sum_T) if grad_logprobs_T is None else grad_logprobs_T / temperature
+    label_TL = grad_logprobs_TL / temperature
+    labels_T = label_TL.sum(-1)
     if grad_entropy_T is None:
-        return label_T, -label_T * inverse_sum_T, None
+        return label_TL, -labels_T * inverse_sum_T, None
     slope_T = -grad_entropy_T / temperature
-    constant_T = slope_T * (entropy_T - log_sum_T) - label_T
-    return label_T, constant_T * inverse_sum_T, slope_T * inverse_sum_T
+    constant_T = slope_T * (entropy_T - log_sum_T) - labels_T
+    return label_TL, constant_T * inverse_sum_T, slope_T * inverse_sum_T
 
 
 def _chunks(
@@ -210,25 +290,33 @@ def _chunks(
 
 
 def _local_sums(
-    hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, words: _Words, temperature: float, chunk_tokens: int
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    labels_TL: Tensor,
+    words: _Words,
+    temperature: float,
+    chunk_tokens: int,
+    top: _TopWords | None = None,
 ) -> Tensor:
-    """Computes four statistics of the logits of this rank's words: [4, T].
+    """Computes statistics of the logits of this rank's words: [3 + L, T]; fills in `top`.
 
-    With z = logit / temperature: max z, sum exp(z - max), z_label - max (of any word where the label is another
-    rank's), sum exp(z - max) * (z - max).
+    With z = logit / temperature: max z, sum exp(z - max), sum exp(z - max) * (z - max), and z_label - max of each label
+    (of any word where the label is another rank's).
     """
     dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
-    statistics = torch.zeros(4, hidden_TH.shape[0], dtype=dtype, device=hidden_TH.device)
-    max_T, sum_T, label_T, weighted_T = statistics
+    statistics = torch.zeros(3 + labels_TL.shape[1], hidden_TH.shape[0], dtype=dtype, device=hidden_TH.device)
+    (max_T, sum_T, weighted_T), label_LT = statistics[:3], statistics[3:]
     if not words.count:
         # No infinity: its difference from another one is no number.
         max_T.fill_(torch.finfo(dtype).min)
         return statistics
-    rows_T, _ = words.find(labels_T)
+    rows_TL, _ = words.find(labels_TL)
     for part, z_CW, exp_CW in _chunks(hidden_TH, weight_VH, words, temperature, chunk_tokens):
         torch.amax(z_CW, -1, out=max_T[part])
         z_CW.sub_(max_T[part, None])
-        label_T[part] = z_CW.gather(1, rows_T[part, None])[:, 0]
+        label_LT[:, part] = z_CW.gather(1, rows_TL[part]).t()
+        if top is not None:
+            top.fill(part, z_CW, words)
         torch.exp(z_CW, out=exp_CW)
         torch.sum(exp_CW, -1, out=sum_T[part])
         torch.sum(exp_CW.mul_(z_CW), -1, out=weighted_T[part])
@@ -236,20 +324,28 @@ def _local_sums(
 
 
 def _sum_over_ranks(
-    local: Tensor, is_mine_T: Tensor, tp_group: dist.ProcessGroup | None
+    local: Tensor, is_mine_TL: Tensor, tp_group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Merges `_local_sums` of all ranks into those of the whole vocabulary, by one max and one sum for all tokens."""
-    max_T, sum_T, label_T, weighted_T = local.unbind()
+    """Merges `_local_sums` of all ranks into those of the whole vocabulary, by one max and one sum for all tokens.
+
+    Returns max, sum, weighted sum, each [T], and the labels' [T, L].
+    """
+    (max_T, sum_T, weighted_T), label_LT = local[:3], local[3:]
     if tp_group is None or dist.get_world_size(tp_group) == 1:
-        return max_T, sum_T, label_T, weighted_T
+        return max_T, sum_T, weighted_T, label_LT.t()
     global_max_T = max_T.clone()
     dist.all_reduce(global_max_T, op=dist.ReduceOp.MAX, group=tp_group)
     shift_T = max_T - global_max_T
     scale_T = shift_T.exp()
-    sums = torch.stack([sum_T * scale_T, (label_T + shift_T) * is_mine_T, (weighted_T + shift_T * sum_T) * scale_T])
+    sums = torch.cat(
+        [
+            (sum_T * scale_T)[None],
+            ((weighted_T + shift_T * sum_T) * scale_T)[None],
+            (label_LT + shift_T) * is_mine_TL.t(),
+        ]
+    )
     dist.all_reduce(sums, group=tp_group)
-    global_sum_T, global_label_T, global_weighted_T = sums.unbind()
-    return global_max_T, global_sum_T, global_label_T, global_weighted_T
+    return global_max_T, sums[0], sums[1], sums[2:].t()
 
 
 class _WeightGradient:

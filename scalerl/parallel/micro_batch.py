@@ -77,9 +77,18 @@ class MicroBatch:
     def to_described_token(self, results_P: Tensor) -> Tensor:
         """Moves results that each token holds about the next one to that token: [T], 0 for first tokens.
 
-        results_P: [P], those of all cp ranks end to end.
+        results_P: [P, ...], those of all cp ranks end to end.
         """
-        return results_P[self.prediction_indices].masked_fill(self.is_first, 0.0)
+        is_first = self.is_first.view(-1, *(1 for _ in results_P.shape[1:]))
+        return results_P[self.prediction_indices].masked_fill(is_first, 0)
+
+    def to_predicting_token(self, values_T: Tensor, cp_rank: int, cp_size: int) -> Tensor:
+        """Moves what each token [T, ...] has to the token that predicts it: [P / cp, ...] of this cp rank, else 0."""
+        length = len(self.labels)
+        # Nothing predicts a first token: what it has goes to a place past the end.
+        places_T = self.prediction_indices.masked_fill(self.is_first, cp_size * length)
+        values_P = values_T.new_zeros(cp_size * length + 1, *values_T.shape[1:]).index_copy(0, places_T, values_T)
+        return values_P[cp_rank * length : (cp_rank + 1) * length]
 
     def to_own_token(self, results_P: Tensor) -> Tensor:
         """Selects the real tokens' results: [P] of all cp ranks end to end -> [T] in packed order."""

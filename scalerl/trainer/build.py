@@ -25,6 +25,7 @@ from scalerl.config import (
     save_resolved,
     total_steps,
     trained_layout,
+    uses_reference,
 )
 from scalerl.config.names import ACTOR, ROLLOUT
 from scalerl.config.save import RESOLVED_CONFIG
@@ -35,6 +36,7 @@ from scalerl.parallel.layout import Layout
 from scalerl.rollout.sampling.judge import JudgeServers
 from scalerl.rollout.sampling.policy_servers import PolicyServers
 from scalerl.rollout.sampling.rollout import HybridRollout
+from scalerl.rollout.servers.reference import ReferenceServer
 from scalerl.tracking import Tracking
 from scalerl.tracking.metrics import Timers
 from scalerl.trainer.checks.machine import TORCHS_OWN, AttentionChoice
@@ -71,7 +73,7 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, host: RunHost) -> Iterator[Run]:
 
     Processes and servers that the run started end with the block, or are returned to the host.
     """
-    trainer, actor_config, rollout_config = cfg.trainer, cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout
+    trainer = cfg.trainer
     resumed = inputs.resumed
     num_steps = total_steps(trainer, len(inputs.train), cfg.data.train_batch_size)
     with ExitStack() as stack:
@@ -105,14 +107,13 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, host: RunHost) -> Iterator[Run]:
         rollout.wait_ready(workers)
         phases.end()
         attention = workers.call(MegatronWorker.current_flash_attention)
-        temperature = rollout_config.temperature
         prompts = PromptCursor(len(inputs.train), cfg.data.seed, cfg.data.shuffle, inputs.train.digest)
         run = Run(
             config=cfg,
             samples=SampleStream(cfg, rollout, prompts, total_steps=num_steps),
             rollout=rollout,
-            actor=MegatronActor(workers, actor_config, temperature, cfg.algorithm.rollout_correction),
-            reference=MegatronReference(groups["ref"], temperature) if "ref" in groups else None,
+            actor=make_actor(cfg, workers),
+            reference=make_reference(cfg, groups),
             critic=MegatronCritic(groups["critic"], cfg.critic) if "critic" in groups else None,
             reward_model=MegatronRewardModel(groups["reward_model"]) if "reward_model" in groups else None,
             kl=KLController.of(cfg.algorithm.kl_ctrl) if cfg.algorithm.use_kl_in_reward else None,
@@ -149,6 +150,22 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, host: RunHost) -> Iterator[Run]:
         host.restarts.ready(run)
         with run.saves.finished():
             yield run
+
+
+def make_actor(cfg: PPOConfig, workers: WorkerGroup) -> MegatronActor:
+    """The policy on its ranks."""
+    policy, algorithm = cfg.actor_rollout_ref, cfg.algorithm
+    coef = algorithm.distillation_coef if algorithm.distillation_top_k else 0.0
+    return MegatronActor(workers, policy.actor, policy.rollout.temperature, algorithm.rollout_correction, coef)
+
+
+def make_reference(cfg: PPOConfig, groups: dict[str, WorkerGroup]) -> MegatronReference | None:
+    """The reference model on its ranks, or on a server that the actor's ranks ask; None where nothing reads it."""
+    if not uses_reference(cfg):
+        return None
+    policy, top_k = cfg.actor_rollout_ref, cfg.algorithm.distillation_top_k
+    group = groups.get("ref", groups["actor"])
+    return MegatronReference(group, policy.rollout.temperature, top_k, ReferenceServer.of(policy.ref))
 
 
 def start_order(cfg: PPOConfig, device: str) -> tuple[Literal["models", "servers"], Literal["models", "servers"]]:

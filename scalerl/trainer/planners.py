@@ -14,7 +14,7 @@ from scalerl.models.flops import FlopsShape
 
 @dataclass(frozen=True)
 class PackingRules:
-    """The arguments of `balance.plan_step` that follow from a parallel layout and `max_tokens_per_micro_batch`."""
+    """The arguments of `batch.plan_step` that follow from a parallel layout and `max_tokens_per_micro_batch`."""
 
     dp_size: int
     max_tokens_per_micro_batch: int

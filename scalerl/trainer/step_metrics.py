@@ -132,8 +132,13 @@ def count_equal_groups(samples: Mapping[str, np.ndarray]) -> tuple[int, int]:
 
 
 def no_contrast(samples: Mapping[str, np.ndarray], metrics: Mapping[str, float]) -> str | None:
-    """The line about a step whose advantages are all 0; None where one is not.  metrics: of `step_metrics`."""
-    if any(metrics.get(f"critic/advantages/{end}") != 0.0 for end in ("min", "max")):
+    """The line about a step whose advantages are all 0; None where one is not, or a teacher's KL is learned from.
+
+    metrics: of `step_metrics`.
+    """
+    if "actor/distillation_loss" in metrics or any(
+        metrics.get(f"critic/advantages/{end}") != 0.0 for end in ("min", "max")
+    ):
         return None
     num_groups, num_equal = count_equal_groups(samples)
     return f"{num_equal} of {num_groups} groups have equal rewards: nothing is learned in this step"

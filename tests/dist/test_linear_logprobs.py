@@ -92,3 +92,52 @@ def test_split_vocabulary(words: int, rows: int, tp_size: int, temperature: floa
         near(torch.stack([rank["hidden"].double() for rank in ranks]).sum(0), hidden.grad)
         near(torch.cat([rank["weight"] for rank in ranks]), weight.grad)
         assert all(torch.equal(rank["outputs"][0], ranks[0]["outputs"][0]) for rank in ranks)
+
+
+TOP_K = 40
+
+
+def words_on_ranks(words: int, rows: int, tp_size: int) -> dict[str, Tensor]:
+    """The likeliest words, then log-probs and this rank's gradients of them and a label."""
+    import torch.distributed as dist
+
+    from scalerl.parallel.logprobs import linear_logprobs, linear_top_logprobs
+
+    dist.init_process_group("gloo")
+    hidden, weight, labels, _ = case(words, rows * tp_size)
+    rank = dist.get_rank()
+    mine = weight[rank * rows : (rank + 1) * rows].clone().requires_grad_()
+    split = {"vocab_size": words, "tp_rank": rank, "tp_group": dist.group.WORLD, "chunk_tokens": 4}
+    *_, top_logprobs, top_ids = linear_top_logprobs(hidden, mine, labels, top_k=TOP_K, **split)
+    several, _ = linear_logprobs(hidden.requires_grad_(), mine, torch.cat([labels[:, None], top_ids], 1), **split)
+    (several * factors_of_words()).sum().backward()
+    return {
+        "top_logprobs": top_logprobs,
+        "top_ids": top_ids,
+        "several": several.detach(),
+        "hidden": hidden.grad,
+        "weight": mine.grad,
+    }
+
+
+def factors_of_words() -> Tensor:
+    return torch.randn(NUM_TOKENS, 1 + TOP_K, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize(("words", "rows", "tp_size"), VOCABULARIES)
+def test_words_of_a_split_vocabulary(words: int, rows: int, tp_size: int) -> None:
+    """More words than a rank may have. All ranks agree on them, bit for bit."""
+    hidden, weight, labels, _ = case(words, rows * tp_size)
+    hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    distribution = (hidden @ weight.T)[:, :words].log_softmax(-1)
+    values, ids = distribution.topk(TOP_K, -1)
+    several = distribution.gather(1, torch.cat([labels[:, None], ids], 1))
+    (several * factors_of_words()).sum().backward()
+    ranks = run_ranks(tp_size, words_on_ranks, words, rows, tp_size)
+    for rank in ranks:
+        assert torch.equal(rank["top_ids"], ids)
+        torch.testing.assert_close(rank["top_logprobs"].double(), values.detach(), rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(rank["several"].double(), several.detach(), rtol=1e-6, atol=1e-5)
+        assert torch.equal(rank["top_logprobs"], ranks[0]["top_logprobs"])
+    near(torch.stack([rank["hidden"].double() for rank in ranks]).sum(0), hidden.grad)
+    near(torch.cat([rank["weight"] for rank in ranks]), weight.grad)

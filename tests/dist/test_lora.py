@@ -53,13 +53,18 @@ TOLERANCE = 1e-5
 def make_adapted(directory: Path, family: str) -> tuple[Path, dict[str, Any]]:
     """A model, and what an engine gets for an adapter whose A and B are both random."""
     path = make_model(directory / "model", family)
-    shape = ModelShape.from_hf(path)
+    return path, make_adapter(directory / "adapter", path, SEEDS[family])
+
+
+def make_adapter(directory: Path, model: Path, seed: int = 6) -> dict[str, Any]:
+    """What an engine gets for an adapter of all projections whose A and B are both random."""
+    shape = ModelShape.from_hf(model)
     adapter = Adapter(RANK, ALPHA, resolve_targets(shape, ALL_LINEAR))
-    generator = torch.Generator().manual_seed(SEEDS[family])
+    generator = torch.Generator().manual_seed(seed)
     sizes = adapter_shapes(shape, adapter)
     tensors = {name: 0.1 * torch.randn(size, generator=generator) for name, size in sizes.items()}
-    write_peft(directory / "adapter", adapter, tensors, str(path))
-    return path, {"adapter": adapter, "adapter_path": str(directory / "adapter")}
+    write_peft(directory, adapter, tensors, str(model))
+    return {"adapter": adapter, "adapter_path": str(directory)}
 
 
 @pytest.fixture(scope="module")

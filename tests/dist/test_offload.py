@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.dist.launch import run_ranks
+from tests.dist.test_lora import make_adapter
 from tests.dist.trainee import Trainee
 from tests.lanes import full
 from tests.tiny_models import make_tiny_model
@@ -26,9 +27,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", initializer_range=0.1))
 
 
-def train(model: str, layout: tuple[int, int, int], megatron: dict[str, Any], away: bool) -> Any:
+def train(model: str, layout: tuple[int, ...], options: dict[str, Any], away: bool) -> Any:
     """Log-probs, an update and an export per round; away: everything is in host memory between each two."""
-    trainee = Trainee(model, layout, **megatron)
+    trainee = Trainee(model, layout, **options)
     sizes = []
 
     def leave(*parts: str) -> None:
@@ -68,9 +69,18 @@ def same(mine: Any, theirs: Any) -> bool:
     ("layout", "distributed"), [("dp2", True), ("tp2", True), full("dp2", False)], ids=["dp2", "tp2", "dp2-replicated"]
 )
 def test_training_is_bitwise_the_same(model: str, layout: str, distributed: bool, dtype: str) -> None:
-    megatron = {"dtype": dtype, "use_distributed_optimizer": distributed}
-    here = run_ranks(2, train, model, LAYOUTS[layout], megatron, False)
-    away = run_ranks(2, train, model, LAYOUTS[layout], megatron, True)
+    assert_same_training(model, layout, {"dtype": dtype, "use_distributed_optimizer": distributed})
+
+
+@pytest.mark.parametrize(("family", "layout"), [("qwen3_moe", "tp2"), full("qwen3_moe", "dp2"), full("qwen3", "tp2")])
+def test_training_with_an_adapter_is_bitwise_the_same(tmp_path: Path, family: str, layout: str) -> None:
+    """Its matrices lie in DDP's buffers; the weights beside them in none."""
+    model = make_tiny_model(tmp_path / "model", family, initializer_range=0.1)
+    assert_same_training(str(model), layout, {"dtype": "bfloat16", **make_adapter(tmp_path / "adapter", model)})
+
+
+def assert_same_training(model: str, layout: str, options: dict[str, Any]) -> None:
+    here, away = (run_ranks(2, train, model, LAYOUTS[layout], options, is_away) for is_away in (False, True))
     for (numbers, state, _, whole), (others, other_state, sizes, whole_again) in zip(here, away, strict=True):
         assert same(numbers, others)
         assert same(state, other_state)

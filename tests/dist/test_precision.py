@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils import parameters_to_vector
 
 from tests.dist.launch import run_ranks
+from tests.dist.test_lora import make_adapter
 from tests.dist.trainee import Trainee
 from tests.lanes import full
 from tests.tiny_models import make_tiny_model
@@ -21,7 +25,8 @@ NUM_UPDATES = 3
 NUM_LAYERS = 2
 # Results per layer that are rounded to the 16-bit type on their way to a logit: 2 norms, qkv, 2 of the head norms, 2
 # rotations, attention, its projection, 2 residuals, fc1, activation, fc2. Then embedding, last norm and hidden states.
-ROUNDINGS = 14 * NUM_LAYERS + 3
+# With adapters of the four linear layers what A and B make of the tokens, and the sum with the layer's output.
+ROUNDINGS = {"all weights": 14 * NUM_LAYERS + 3, "adapter": (14 + 3 * 4) * NUM_LAYERS + 3}
 # Share of a change. Adam's first steps are as long as lr whatever the gradient: where the gradient is below the noise
 # of rounding, a weight steps at random. This bound is stated, not derived.
 AFTER_UPDATES = 0.02
@@ -34,13 +39,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", num_layers=NUM_LAYERS, initializer_range=0.1))
 
 
+@pytest.fixture(scope="module")
+def adapter(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return make_adapter(tmp_path_factory.mktemp("adapter"), Path(model))
+
+
 # --- close to float32 ---
 
 
-def train(model: str, layout: tuple[int, int, int], dtypes: list[str]) -> dict[str, Any]:
+def train(model: str, layout: tuple[int, int, int], dtypes: list[str], options: dict[str, Any]) -> dict[str, Any]:
     numbers_by_dtype = {}
     for dtype in dtypes:
-        trainee = Trainee(model, layout, dtype=dtype)
+        trainee = Trainee(model, layout, dtype=dtype, **options)
         logprobs, entropy = reversed(trainee.logprobs())
         numbers_by_dtype[dtype] = (
             logprobs,
@@ -52,64 +62,78 @@ def train(model: str, layout: tuple[int, int, int], dtypes: list[str]) -> dict[s
 
 
 @pytest.fixture(scope="module")
-def trained(model: str) -> dict[str, Any]:
-    return run_ranks(1, train, model, LAYOUTS["one"], ["float32", "bfloat16", "float16"])[0]
+def trained(model: str, adapter: dict[str, Any]) -> Callable[[str], dict[str, Any]]:
+    def of(what: str) -> dict[str, Any]:
+        # Adapters learn with a larger rate.
+        options = {"all weights": {}, "adapter": adapter | {"optim": {"lr": 1e-2}}}[what]
+        return run_ranks(1, train, model, LAYOUTS["one"], ["float32", "bfloat16", "float16"], options)[0]
+
+    return cache(of)
+
+
+CASES = pytest.mark.parametrize(
+    ("what", "dtype"),
+    [("all weights", "bfloat16"), ("all weights", "float16"), ("adapter", "bfloat16"), full("adapter", "float16")],
+)
 
 
 def rms(values: torch.Tensor) -> float:
     return float(values.double().square().mean().sqrt())
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_logprobs_are_close_to_float32(trained: dict[str, Any], dtype: str) -> None:
+@CASES
+def test_logprobs_are_close_to_float32(trained: Callable, what: str, dtype: str) -> None:
     """Independent roundings add up as the root of their number; each is relative to what varies in a logit, of which
     the log-probs' spread is the measure. Updates add their part of what they changed (AFTER_UPDATES)."""
-    exact, rounded = trained["float32"], trained[dtype]
+    exact, rounded = trained(what)["float32"], trained(what)[dtype]
     is_response = exact[0] != 0
     for when, changed in ((0, 0.0), (3, rms((exact[3] - exact[0])[is_response]))):
-        bound = UNIT[dtype] * math.sqrt(ROUNDINGS) * float(exact[when][is_response].std()) + AFTER_UPDATES * changed
+        bound = (
+            UNIT[dtype] * math.sqrt(ROUNDINGS[what]) * float(exact[when][is_response].std()) + AFTER_UPDATES * changed
+        )
         error = rms((rounded[when] - exact[when])[is_response])
         assert UNIT[dtype] / 10 < error < bound, (when, error, bound)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_training_is_close_to_float32(trained: dict[str, Any], dtype: str) -> None:
+@CASES
+def test_training_is_close_to_float32(trained: Callable, what: str, dtype: str) -> None:
     """Before any update the loss averages the errors of its tokens: one rounding of its own size is room enough."""
-    exact, rounded = ([update["loss"] for update in trained[name][2]] for name in ("float32", dtype))
+    exact, rounded = ([update["loss"] for update in trained(what)[name][2]] for name in ("float32", dtype))
     assert exact[0] - exact[-1] > 1
     assert rounded[0] == pytest.approx(exact[0], rel=UNIT[dtype])
     for k in range(1, NUM_UPDATES):
         assert rounded[0] - rounded[k] == pytest.approx(exact[0] - exact[k], rel=AFTER_UPDATES)
-    norms = [trained[name][2][0]["grad_norm"] for name in ("float32", dtype)]
-    assert norms[1] == pytest.approx(norms[0], rel=UNIT[dtype] * math.sqrt(2 * ROUNDINGS))
+    norms = [trained(what)[name][2][0]["grad_norm"] for name in ("float32", dtype)]
+    assert norms[1] == pytest.approx(norms[0], rel=UNIT[dtype] * math.sqrt(2 * ROUNDINGS[what]))
 
 
 # --- float32 main parameters ---
 
 
-def tiny_steps(model: str, layout: tuple[int, int, int], dtype: str, distributed: bool) -> Any:
-    """Share of the weights from 2^-6 to 2^-5 that differ from their start after 1 and after 30 updates of lr 1e-5."""
+def tiny_steps(model: str, layout: tuple[int, int, int], dtype: str, distributed: bool, options: dict[str, Any]) -> Any:
+    """Share of a layer's trained weights from 2^-6 to 2^-5 that differ after 1 and after 30 updates of lr 1e-5."""
     trainee = Trainee(
         model,
         layout,
         dtype=dtype,
         use_distributed_optimizer=distributed,
         optim={"lr": 1e-5, "weight_decay": 0.0},
+        **options,
     )
-    weight = trainee.engine.chunks[0].decoder.layers[0].mlp.linear_fc1.weight
-    start = weight.detach().clone()
+    trained = [p for p in trainee.engine.chunks[0].decoder.layers[0].parameters() if p.requires_grad]
+    start = parameters_to_vector(trained)
     picked = (start.abs() >= 2**-6) & (start.abs() < 2**-5)
     changed = []
     for update in range(30):
         trainee.update()
         if update in (0, 29):
-            changed.append(float((weight != start)[picked].float().mean()))
-    kept = [parameter.main_grad for parameter in trainee.engine.chunks[0].parameters()]
+            changed.append(float((parameters_to_vector(trained) != start)[picked].float().mean()))
+    kept = [parameter.main_grad for parameter in trained]
     for part in trainee.engine.optimizer.chained_optimizers:
         kept += [parameter for group in part.optimizer.param_groups for parameter in group["params"]]
         kept += [value for state in part.optimizer.state.values() for value in state.values()]
     dtypes = {str(tensor.dtype) for tensor in kept}
-    return changed, weight.dtype, dtypes, int(picked.sum())
+    return changed, start.dtype, dtypes, int(picked.sum())
 
 
 @pytest.mark.parametrize("distributed", [True, False])
@@ -117,8 +141,17 @@ def tiny_steps(model: str, layout: tuple[int, int, int], dtype: str, distributed
 def test_steps_below_the_spacing_add_up(model: str, dtype: str, distributed: bool) -> None:
     """Half the spacing there is 6e-5 (bfloat16): a step of 1e-5 alone is lost in the weight, but not in its float32
     main parameter, so that 30 of them arrive."""
+    assert_steps_add_up(model, dtype, distributed, {})
+
+
+@pytest.mark.parametrize("distributed", [True, full(False)])
+def test_steps_of_an_adapter_add_up(model: str, adapter: dict[str, Any], distributed: bool) -> None:
+    assert_steps_add_up(model, "bfloat16", distributed, adapter)
+
+
+def assert_steps_add_up(model: str, dtype: str, distributed: bool, options: dict[str, Any]) -> None:
     for (one, thirty), weight_dtype, dtypes, num_picked in run_ranks(
-        2, tiny_steps, model, LAYOUTS["dp2"], dtype, distributed
+        2, tiny_steps, model, LAYOUTS["dp2"], dtype, distributed, options
     ):
         assert str(weight_dtype) == f"torch.{dtype}" and dtypes == {"torch.float32"} and num_picked > 100
         assert thirty > 0.5

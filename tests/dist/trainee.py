@@ -39,6 +39,7 @@ class Trainee:
         optim: dict[str, Any] | None = None,
         frozen: bool = False,
         adapter: Any = None,
+        adapter_path: str | None = None,
         **megatron: Any,
     ) -> None:
         from scalerl.batch.data_proto import DataProto, Jagged
@@ -48,7 +49,8 @@ class Trainee:
         self.groups = groups(layout)
         config = MegatronConfig(**{"dtype": "float32"} | megatron)
         optim_config = None if frozen else OptimConfig(**{"lr": 1e-3, "clip_grad": 0.5} | (optim or {}))
-        self.engine = MegatronEngine(model_path, config, self.groups, optim=optim_config, adapter=adapter)
+        beside = {"adapter": adapter, "adapter_path": adapter_path}
+        self.engine = MegatronEngine(model_path, config, self.groups, optim=optim_config, **beside)
         generator = torch.Generator().manual_seed(3)
         rows = [torch.randint(0, 500, (length,), generator=generator) for length in LENGTHS]
         mine = [row for row in range(len(rows)) if row % self.groups.layout.dp_size == self.groups.coordinates.dp_rank]

@@ -16,6 +16,7 @@ from scalerl.extras.verify.differences import reproducible
 from tests.e2e.conftest import StartJob
 from tests.e2e.jobs import Inputs, Pause, Record, main_ppo
 from tests.e2e.kept import Kept
+from tests.e2e.test_sft import overrides as sft_overrides
 from tests.lanes import mostly_full
 
 STEPS = 4
@@ -71,6 +72,12 @@ def assert_same_run(run_dir: Path, expected: Path) -> None:
             assert [key for key in wanted if not wanted[key].equal(found[key])] == []
 
 
+def go_back(run_dir: Path) -> None:
+    """Makes step 2 the last one that a finished run has saved."""
+    shutil.rmtree(run_dir / f"global_step_{STEPS}")
+    (run_dir / "latest_checkpointed_iteration.txt").write_text("2")
+
+
 @pytest.mark.parametrize("layout", mostly_full(LAYOUTS, lambda layout: layout == "dp2 with a critic"))
 def test_an_adapter_is_trained_and_served(uninterrupted: Callable[[str], Path], layout: str) -> None:
     run_dir = uninterrupted(layout)
@@ -103,8 +110,7 @@ def test_a_run_goes_on_from_a_checkpoint(
 ) -> None:
     expected, run_dir = uninterrupted(layout), tmp_path / "run"
     shutil.copytree(expected, run_dir)
-    shutil.rmtree(run_dir / f"global_step_{STEPS}")
-    (run_dir / "latest_checkpointed_iteration.txt").write_text("2")
+    go_back(run_dir)
     finished = kept.train(overrides(inputs, layout, run_dir))
     assert finished.code == 0, finished.tail()
     assert f"resumed from {run_dir / 'global_step_2'}" in finished.stdout
@@ -114,6 +120,24 @@ def test_a_run_goes_on_from_a_checkpoint(
     refused = kept.train(overrides(inputs, layout, run_dir, *whole))
     assert refused.code != 0
     assert "has an adapter of rank 8 and alpha 16" in refused.stderr and "trains all weights" in refused.stderr
+
+
+def test_fine_tuning_trains_an_adapter_and_goes_on(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    more = ["model.lora_rank=8", "optim.lr=0.01", f"trainer.total_training_steps={STEPS}", "trainer.save_freq=2"]
+    more += ["trainer.max_actor_ckpt_to_keep=null", "trainer.logger=[console,file]"]
+    for run_dir in (whole, resumed):
+        finished = kept.sft(sft_overrides(inputs, tmp_path, *more, f"trainer.default_local_dir={run_dir}"))
+        assert finished.code == 0, finished.tail()
+        if run_dir == whole:
+            shutil.copytree(whole, resumed)
+            go_back(resumed)
+    assert f"resumed from {resumed / 'global_step_2'}" in finished.stdout
+    assert_same_run(resumed, whole)
+    losses = {step: data["val/loss"] for step, data in Record.read(whole).final.items() if "val/loss" in data}
+    assert losses.keys() == {0, STEPS} and losses[STEPS] < 0.9 * losses[0]
+    weights = {key: tensor for key, tensor in stored(whole).items() if not key.startswith("optimizer.")}
+    assert weights and all(".lora_" in key and tensor.any() for key, tensor in weights.items())
 
 
 @pytest.mark.full

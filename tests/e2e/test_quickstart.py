@@ -50,7 +50,7 @@ ABSENT = re.compile(
     r"train/|val/loss|reward_extra/|reward/num_judge_restarts|.*(best|std|worst|maj|pass)@|val-aux/.*mean@|critic/baseline_score"
     # With reward_model.on_error=zero.
     r"|val-core/\S+/num_failed"
-    r"|actor/(loss_scale|moe_|routing_agreement|cov_selected_frac|reward_kl_penalty)"
+    r"|actor/(loss_scale|moe_|routing_agreement|cov_selected_frac|reward_kl_penalty|distillation_loss)"
     r"|critic/(values|vf_|vpred_|grad_norm|lr|num_updates|skipped_updates|loss_scale)|perf/mfu/critic"
     r"|timing_(s|per_token_ms)/(values|update_critic|reward_model|updateZ)"
     r"|perf/memory_(peak|current)_gb/(reward_model|values|update_critic|testing|save_checkpoint|load_checkpoint)"

@@ -25,6 +25,7 @@ from scalerl.cluster.processes import Lease, Processes
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config import PPOConfig, compose
 from scalerl.data import RLHFDataset, load_tokenizer
+from scalerl.models import ModelShape
 from scalerl.parallel.layout import Layout
 from scalerl.rollout.sampling.groups import SampleGroup
 from scalerl.rollout.sampling.policy_servers import PolicyServers
@@ -97,7 +98,8 @@ class Run:
         policy = config.actor_rollout_ref
         tokenizer = load_tokenizer(policy.model.path)
         dataset = RLHFDataset(config.data.train_files, tokenizer, config.data)
-        self.servers = HandingOver(config, pool, gpu_ids=None, log_dir=log_dir, single_node=True)
+        shape = ModelShape.from_hf(policy.model.path)
+        self.servers = HandingOver(config, pool, shape, gpu_ids=None, log_dir=log_dir, single_node=True)
         self.servers.orders_of_lost = {}
         self.servers.start()
         self.rollout = HybridRollout(config, self.servers, {"train": dataset, "val": dataset}, tokenizer)

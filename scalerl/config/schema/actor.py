@@ -16,7 +16,18 @@ from scalerl.config.schema.model import (
     OptimConfig,
     as_actor,
 )
-from scalerl.config.value_checks import FINITE, FRACTION, KL_KIND, TEXT, above, at_least, one_of, or_null
+from scalerl.config.value_checks import (
+    FINITE,
+    FRACTION,
+    KL_KIND,
+    SERVER_URL,
+    TEXT,
+    VARIABLE,
+    above,
+    at_least,
+    one_of,
+    or_null,
+)
 
 LOSS_AGG_MODES = (
     "token-mean",
@@ -136,9 +147,27 @@ class CriticConfig(MicroBatchConfig, PPOModelConfig):
 
 @dataclass
 class RefConfig(MicroBatchConfig):
-    """The frozen reference model that the KL compares the policy with."""
+    """The frozen reference model that the KL compares the policy with, or the teacher that it learns from."""
 
     # Directory of the reference model; null: the actor's starting weights.
     model_path: str | None = key(None, or_null(TEXT))
+    # Address of an SGLang server that has the reference model, with the policy's tokenizer; null: the run's devices
+    # have it.
+    url: str | None = key(None, or_null(SERVER_URL))
+    # Environment variable with the key of that server; null: it needs none.
+    api_key_env: str | None = key(None, or_null(VARIABLE))
     megatron: MegatronConfig = field(default_factory=as_actor)
     resource_pool: ResourcePoolConfig = field(default_factory=ResourcePoolConfig)
+
+    @check("url", "model_path", "api_key_env")
+    def one_place_for_the_model(self, at: Place) -> Iterator[str]:
+        if self.url is not None and self.model_path is not None:
+            yield (
+                f"{at('url')} = {self.url}: the server has the reference model, and {at('model_path')} = "
+                f"{self.model_path} would be on the run's devices; set {at('url')}=null, or {at('model_path')}=null"
+            )
+        if self.url is None and self.api_key_env is not None:
+            yield (
+                f"{at('api_key_env')} = {self.api_key_env}: has no effect when {at('url')} = null; set "
+                f"{at('api_key_env')}=null"
+            )

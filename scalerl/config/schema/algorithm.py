@@ -116,6 +116,11 @@ class AlgorithmConfig:
     # Estimate of that KL: as kl_loss_type; a + changes nothing here, where there is no gradient.
     kl_penalty: str = key("kl", KL_KIND)
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    # Words that a teacher, the reference model, finds likeliest for each token, from which the policy learns by the KL
+    # between the two (docs/algorithms.md); 0: none.
+    distillation_top_k: int = key(0, at_least(0))
+    # Weight in the loss of that KL.
+    distillation_coef: float = key(1.0, above(0))
     rollout_correction: RolloutCorrectionConfig = field(
         default_factory=lambda: RolloutCorrectionConfig(rollout_is=_WEIGHTS_OF_FP8)
     )

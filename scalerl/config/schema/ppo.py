@@ -30,7 +30,7 @@ from scalerl.config.names import (
     REWARD_MANAGERS,
     ROLLOUT,
 )
-from scalerl.config.roles import all_model_roles, different_sizes, model_roles, uses_critic
+from scalerl.config.roles import all_model_roles, different_sizes, model_roles, uses_critic, uses_reference
 from scalerl.config.schema.actor import ActorConfig, CriticConfig, RefConfig
 from scalerl.config.schema.algorithm import AlgorithmConfig
 from scalerl.config.schema.data import DataConfig
@@ -55,8 +55,10 @@ _MINI, _CRITIC_MINI = f"{ACTOR}.ppo_mini_batch_size", "critic.ppo_mini_batch_siz
 _REPLAY = "algorithm.routing_replay"
 _TURN_LEVEL = "algorithm.turn_level"
 _KL_SWITCHES = (f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward")
+_TOP_K, _COEF = "algorithm.distillation_top_k", "algorithm.distillation_coef"
+_TEACHER = f"{_REF}.model_path"
 # The keys that say which models a run has.
-_ROLES = (*_KL_SWITCHES, _ESTIMATOR, "reward_model.enable")
+_ROLES = (*_KL_SWITCHES, _ESTIMATOR, _TOP_K, f"{_REF}.url", "reward_model.enable")
 
 
 @dataclass
@@ -295,19 +297,39 @@ class PPOConfig:
                 f"baseline; set {ROLLOUT}.n=2 or more, for example {ROLLOUT}.n=8"
             )
 
-    @check(_ESTIMATOR, f"{_REF}.model_path", f"{CORRECTION}.bypass_mode")
+    @check(_ESTIMATOR, _TOP_K, _TEACHER, f"{_REF}.url", f"{CORRECTION}.bypass_mode")
     def distillation_has_a_teacher(self, at: Place) -> Iterator[str]:
-        if self.algorithm.adv_estimator != DISTILLATION:
-            return
-        if self.actor_rollout_ref.ref.model_path is None:
+        top_k, reference = self.algorithm.distillation_top_k, self.actor_rollout_ref.ref
+        is_estimated = self.algorithm.adv_estimator == DISTILLATION
+        asked = f"{_ESTIMATOR} = {DISTILLATION}" if is_estimated else f"{_TOP_K} = {top_k}"
+        if (is_estimated or top_k) and reference.model_path is None and reference.url is None:
             yield (
-                f"{_ESTIMATOR} = {DISTILLATION}: the reference model is the teacher, and without a path it is the "
-                f"policy itself, which it has nothing to teach; set {_REF}.model_path=teacher, the teacher's directory"
+                f"{asked}: the reference model is the teacher, and without a path it is the policy itself, which it "
+                f"has nothing to teach; set {_TEACHER}=teacher, the teacher's directory, or {_REF}.url, the address of "
+                "a server that has it"
             )
-        if self.algorithm.rollout_correction.bypass_mode:
+        if is_estimated and self.algorithm.rollout_correction.bypass_mode:
             yield (
-                f"{_ESTIMATOR} = {DISTILLATION} compares the trainer's log-probs with the teacher's, and "
-                f"{CORRECTION}.bypass_mode=true leaves them out; set {CORRECTION}.bypass_mode=false"
+                f"{asked} compares the trainer's log-probs with the teacher's, and {CORRECTION}.bypass_mode=true "
+                f"leaves them out; set {CORRECTION}.bypass_mode=false"
+            )
+
+    @check(_TOP_K, _COEF, _TEACHER, f"{_REF}.url")
+    def distillation_is_on(self, at: Place) -> Iterator[str]:
+        coef, reference = self.algorithm.distillation_coef, self.actor_rollout_ref.ref
+        if coef != AlgorithmConfig.distillation_coef and not self.algorithm.distillation_top_k:
+            teacher = f" and {_TEACHER}=teacher" if reference.model_path is None and reference.url is None else ""
+            yield (
+                f"{_COEF} = {coef:g}: has no effect when {_TOP_K} = 0; set {_TOP_K}=32{teacher}, or leave {_COEF} out"
+            )
+
+    @check(f"{_REF}.url", f"{ROLLOUT}.temperature")
+    def server_gives_log_probs_of_the_run(self, at: Place) -> Iterator[str]:
+        url, temperature = self.actor_rollout_ref.ref.url, self.actor_rollout_ref.rollout.temperature
+        if url is not None and temperature != 1.0:
+            yield (
+                f"{ROLLOUT}.temperature = {temperature:g}: a server gives a prompt's log-probs at temperature 1 alone "
+                f"({_REF}.url = {url}); set {ROLLOUT}.temperature=1, or {_REF}.url=null and {_TEACHER}=teacher"
             )
 
     @check(_TURN_LEVEL, _ESTIMATOR, f"{ROLLOUT}.program")
@@ -384,14 +406,16 @@ class PPOConfig:
                     f"{role.section} separate devices with {pool}.nnodes=1"
                 )
 
-    @check("actor_rollout_ref.ref.model_path", *_KL_SWITCHES)
+    @check(_TEACHER, f"{_REF}.url", *_ROLES)
     def reference_is_used(self, at: Place) -> Iterator[str]:
-        path, reference = self.actor_rollout_ref.ref.model_path, all_model_roles(self)[0]
-        if path is not None and not reference.active:
-            yield (
-                f"actor_rollout_ref.ref.model_path = {path}: has no effect when {' and '.join(_KL_SWITCHES)} are "
-                f"false; set {_KL_SWITCHES[0]}=true or {_KL_SWITCHES[1]}=true, or actor_rollout_ref.ref.model_path=null"
-            )
+        if uses_reference(self):
+            return
+        for name in ("model_path", "url"):
+            if (given := getattr(self.actor_rollout_ref.ref, name)) is not None:
+                yield (
+                    f"{_REF}.{name} = {given}: has no effect when {' and '.join(_KL_SWITCHES)} are false; set "
+                    f"{_KL_SWITCHES[0]}=true or {_KL_SWITCHES[1]}=true, or {_REF}.{name}=null"
+                )
 
     @check("trainer.critic_warmup", _ESTIMATOR)
     def critic_warms_up(self, at: Place) -> Iterator[str]:

@@ -27,9 +27,8 @@ def predicted_seconds(cfg: PPOConfig, shapes: Mapping[str, ModelShape], plan: Me
     """The predicted seconds of one step: decode rounds, then the passes of all models.
 
     A decode round reads a server's weights and KV cache once. The passes are forward passes of the reference, of values
-    and, where the step has such a pass, of old log-probs; an update counts as three, with full recompute as four, and
-    with an adapter, beside which weights need no gradients, as one less. A pipeline's idle share, weight sync, rewards
-    and waiting for the longest sample are left out.
+    and, where the step has such a pass, of old log-probs; an update is forward and backward, with full recompute one
+    more forward. A pipeline's idle share, weight sync, rewards and waiting for the longest sample are left out.
     """
     samples = cfg.data.train_batch_size * cfg.actor_rollout_ref.rollout.n
     length = int(cfg.data.max_prompt_length + RESPONSE_FRAC * cfg.data.max_response_length)
@@ -40,27 +39,24 @@ def _training(cfg: PPOConfig, shapes: Mapping[str, ModelShape], samples: int, le
     peak = device_peak_flops("H100", "bfloat16")
     assert peak is not None
     actor = cfg.actor_rollout_ref.actor
-    passes = {"actor": actor.ppo_epochs * _update_passes(actor.megatron, shapes["actor"]) + has_logprob_pass(cfg)}
+
+    def flops(role: str, passes: int, updates: int = 0, megatron: MegatronConfig = actor.megatron) -> float:
+        sizes = flops_shape(shapes[role])
+        passes += updates * (megatron.recompute_granularity == "full")
+        mfu = MIXTURE_MFU if shapes[role].num_experts else DENSE_MFU
+        return (passes * sizes.forward([length]) + updates * sizes.train([length])) / mfu
+
+    needed = flops("actor", has_logprob_pass(cfg), actor.ppo_epochs)
     for role in model_roles(cfg):
-        updates = cfg.critic.ppo_epochs * _update_passes(role.megatron, shapes[role.name])
-        passes[role.name] = 1 + (updates if role.name == "critic" else 0)
-    seconds = 0.0
-    for role, count in passes.items():
-        shape = shapes[role]
-        mfu = MIXTURE_MFU if shape.num_experts else DENSE_MFU
-        flops = float(flops_shape(shape).forward_each([length])[0]) * samples * count
-        seconds += flops / (world_size(cfg) * peak * mfu)
-    return seconds
+        updates = cfg.critic.ppo_epochs if role.name == "critic" else 0
+        needed += flops(role.name, 1, updates, role.megatron)
+    return needed * samples / (world_size(cfg) * peak)
 
 
 def has_logprob_pass(cfg: PPOConfig) -> bool:
     """Whether a step that updates the actor makes a separate pass for old log-probs."""
     one_pass = is_one_pass_enough(cfg, step=cfg.trainer.critic_warmup + 1)
     return not one_pass and not cfg.algorithm.rollout_correction.bypass_mode
-
-
-def _update_passes(megatron: MegatronConfig, shape: ModelShape) -> int:
-    return 3 + (megatron.recompute_granularity == "full") - (shape.adapter is not None)
 
 
 def _generating(cfg: PPOConfig, shape: ModelShape, plan: MemoryPlan, samples: int) -> float:

@@ -316,15 +316,18 @@ def trainer_run(source: ReplayedStep, cfg: PPOConfig, inputs: PPOInputs, process
     from scalerl.base.stop import StopRequest
     from scalerl.cluster.processes import leased
     from scalerl.tracking.metrics import Timers
-    from scalerl.trainer.build import build_models, distinct_groups, make_planners, start_groups, start_pool
+    from scalerl.trainer.build import (
+        build_models,
+        distinct_groups,
+        make_actor,
+        make_planners,
+        make_reference,
+        start_groups,
+        start_pool,
+    )
     from scalerl.trainer.console_texts import StartPhases
     from scalerl.trainer.ppo import Run
-    from scalerl.trainer.ranks.roles import (
-        MegatronActor,
-        MegatronCritic,
-        MegatronReference,
-        MegatronRewardModel,
-    )
+    from scalerl.trainer.ranks.roles import MegatronCritic, MegatronRewardModel
     from scalerl.trainer.ranks.worker import MegatronWorker
     from scalerl.trainer.run_host import LOGS
     from scalerl.trainer.saving.checkpoints import other_attention
@@ -332,14 +335,13 @@ def trainer_run(source: ReplayedStep, cfg: PPOConfig, inputs: PPOInputs, process
 
     samples = cast("Any", DumpedSamples(source.dump))
     kl = KLController.of(cfg.algorithm.kl_ctrl) if cfg.algorithm.use_kl_in_reward else None
-    temperature, correction = cfg.actor_rollout_ref.rollout.temperature, cfg.algorithm.rollout_correction
     with ExitStack() as stack:
         lease = stack.enter_context(
             leased(processes, num_workers=num_devices(cfg), device=inputs.device, log_dir=source.run_dir / LOGS)
         )
         pool = start_pool(lease, cfg.trainer, inputs.device, cfg.trainer.timeout_s)
         groups = start_groups(lease, cfg, pool, inputs.device)
-        build_models(cfg, groups, StartPhases(say=lambda text: None), inputs.attention)
+        build_models(cfg, inputs, groups, StartPhases(say=lambda text: None))
         if (saved := source.after or source.before) is not None:
             attention = groups["actor"].call(MegatronWorker.current_flash_attention)
             for line in other_attention(read_trainer_state(saved), attention):
@@ -348,8 +350,8 @@ def trainer_run(source: ReplayedStep, cfg: PPOConfig, inputs: PPOInputs, process
             config=cfg,
             samples=samples,
             rollout=samples,
-            actor=MegatronActor(groups["actor"], cfg.actor_rollout_ref.actor, temperature, correction),
-            reference=MegatronReference(groups["ref"], temperature) if "ref" in groups else None,
+            actor=make_actor(cfg, groups["actor"]),
+            reference=make_reference(cfg, groups),
             critic=MegatronCritic(groups["critic"], cfg.critic) if "critic" in groups else None,
             reward_model=MegatronRewardModel(groups["reward_model"]) if "reward_model" in groups else None,
             kl=kl,

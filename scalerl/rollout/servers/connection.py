@@ -63,6 +63,10 @@ class WatchedConnection(http.client.HTTPConnection):
         self.sock.settimeout(self.answer_s)
 
 
+class WatchedTLSConnection(WatchedConnection, http.client.HTTPSConnection):
+    """A connection of https that breaks as a `WatchedConnection` does."""
+
+
 def ask(
     url: str, method: str = "GET", body: bytes | None = None, *, headers: Mapping[str, str], timeout_s: float
 ) -> tuple[int, str]:
@@ -72,7 +76,8 @@ def ask(
     aiohttp's requests do.  Raises OSError or HTTPException when no answer comes.
     """
     where = urlsplit(url)
-    with contextlib.closing(WatchedConnection(where.netloc, timeout_s)) as connection:
+    kind = WatchedTLSConnection if where.scheme == "https" else WatchedConnection
+    with contextlib.closing(kind(where.netloc, timeout_s)) as connection:
         connection.request(method, urlunsplit(("", "", where.path, where.query, "")), body, dict(headers))
         answer = connection.getresponse()
         return answer.status, answer.read().decode()

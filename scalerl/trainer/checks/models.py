@@ -147,6 +147,17 @@ def check_judge(errors: ErrorCollector, judge: JudgeConfig) -> None:
             errors.attempt(lambda: require_chat_template(tokenizer))
 
 
+def check_reference_server(errors: ErrorCollector, cfg: PPOConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Asks the server of the reference model, if the run has one, whether it can be the policy's."""
+    from scalerl.rollout.servers.reference import KEY, ReferenceServer
+
+    if any(violation.startswith(f"{KEY}.") for violation in errors.violations):
+        return
+    server = errors.attempt(lambda: ReferenceServer.of(cfg.actor_rollout_ref.ref))
+    if server is not None and tokenizer is not None:
+        errors.violations.extend(server.violations(tokenizer, cfg.algorithm.distillation_top_k))
+
+
 def read_model(path: str, key: str) -> ModelShape:
     """Reads the shape of a model. key: its configuration key, for messages.
 
@@ -204,6 +215,11 @@ def role_violations(
     yield from _role_layout_violations(cfg, role, shape)
     assert role.model_path is not None, "it has a shape"
     yield from _too_long(cfg, shape, role.model_path)
+    if role.name == "ref" and (top_k := cfg.algorithm.distillation_top_k) > shape.vocab_size:
+        yield (
+            f"algorithm.distillation_top_k = {top_k}: {role.model_path} has {shape.vocab_size} words; set "
+            f"algorithm.distillation_top_k={shape.vocab_size} or less"
+        )
     # `tokenizer_violations` has checked the policy's own model.
     if tokenizer is not None and role.model_path != cfg.actor_rollout_ref.model.path:
         yield from _other_vocabulary(role, shape, tokenizer)

@@ -27,7 +27,13 @@ from scalerl.trainer.checks.machine import (
     check_memory,
     choose_attention,
 )
-from scalerl.trainer.checks.models import check_judge, check_megatron_fields, check_models, check_tokenizer
+from scalerl.trainer.checks.models import (
+    check_judge,
+    check_megatron_fields,
+    check_models,
+    check_reference_server,
+    check_tokenizer,
+)
 from scalerl.trainer.checks.resume import check_resume
 from scalerl.trainer.custom_fit import Fit
 from scalerl.trainer.saving.checkpoints import Resumed, matching
@@ -96,6 +102,8 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
     attention = choose_attention(errors, cfg.trainer, called_head_sizes(cfg, shapes), device, runs_here=runs_here)
     memory = check_memory(errors, cfg, shapes, device)
     check_judge(errors, cfg.reward_model.judge)
+    if runs_here:
+        check_reference_server(errors, cfg, tokenizer)
     train = val = None
     if tokenizer is not None:
         train = errors.attempt(lambda: create_rl_dataset(data.train_files, tokenizer, data, data.train_max_samples))

@@ -19,7 +19,7 @@ from scalerl.batch import episodes
 from scalerl.batch.columns import BASELINE_SCORE, RESPONSE_MASK
 from scalerl.batch.data_proto import DataProto
 from scalerl.batch.turns import Turns
-from scalerl.config import PPOConfig, model_roles
+from scalerl.config import PPOConfig, model_roles, uses_reference
 from scalerl.config.correction import corrects
 from scalerl.config.errors import ErrorCollector
 from scalerl.config.schema import DataConfig, RunConfig
@@ -325,7 +325,7 @@ def _columns(cfg: PPOConfig, batch: DataProto, samples_S: Mapping[str, np.ndarra
     """The columns that an estimator of this run may need, by name: [S], and of tokens [T]."""
     roles = {role.name for role in model_roles(cfg)}
     tokens = {name: column.values for name, column in batch.tokens.items()}
-    made = {"old_logprobs": True, "ref_logprobs": "ref" in roles, "values": "critic" in roles}
+    made = {"old_logprobs": True, "ref_logprobs": uses_reference(cfg), "values": "critic" in roles}
     made |= dict.fromkeys(("rollout_is_weights", "loss_mask"), corrects(cfg.algorithm.rollout_correction))
     zeros_T = torch.zeros_like(tokens["rollout_logprobs"])
     tokens |= {name: zeros_T for name, is_made in made.items() if is_made}

@@ -24,11 +24,14 @@ from scalerl.batch.columns import (
     SAMPLE_ADVANTAGES,
     SCORES,
     SELECTED,
+    TEACHER_IDS,
+    TEACHER_LOGPROBS,
     Column,
 )
 from scalerl.batch.data_proto import DataProto, Jagged
 from scalerl.cluster.dispatch import Dispatch, MicroBatches, Result, register
 from scalerl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, RolloutCorrectionConfig
+from scalerl.rollout.servers.reference import ReferenceServer
 from scalerl.rollout.sync.weight_sync import WeightSource
 from scalerl.tracking.metrics import Metric
 from scalerl.trainer.ranks.logprob_mismatch import compare_log_probs, worst_tokens
@@ -95,12 +98,28 @@ class RLWorker(MegatronWorker, WeightSource):
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
     @phase("ref", "params", role="ref", reads=True)
-    def compute_ref_log_prob(self, shard: DataProto, micro_batches: MicroBatches, *, temperature: float) -> Result:
-        """Computes column ref_logprobs."""
+    def compute_ref_log_prob(
+        self, shard: DataProto, micro_batches: MicroBatches, *, temperature: float, top_k: int = 0
+    ) -> Result:
+        """Computes column ref_logprobs; with top_k teacher_ids and teacher_logprobs of so many words too."""
         reference = self.engines["ref"]
         with reference.without_adapter():
-            outputs = reference.logprobs(shard, flat(micro_batches), temperature=temperature)
-        return {}, DataProto({REF_LOGPROBS.name: outputs["logprobs"]}) if outputs else None
+            outputs = reference.logprobs(shard, flat(micro_batches), temperature=temperature, top_k=top_k)
+        if not outputs:
+            return {}, None
+        columns = {REF_LOGPROBS.name: outputs["logprobs"]}
+        columns |= {name: outputs[name] for name in (TEACHER_IDS.name, TEACHER_LOGPROBS.name) if top_k}
+        return {}, DataProto(columns)
+
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def ask_reference(
+        self, shard: DataProto, micro_batches: MicroBatches, *, server: ReferenceServer, top_k: int
+    ) -> Result:
+        """Computes the columns of compute_ref_log_prob by asking a server, on the rank whose columns count."""
+        if not self.layout.is_output_rank(self.rank):
+            return {}, None
+        with self.recorded("ref ref"):
+            return {}, server.columns(shard, top_k)
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
     @phase("values", "params", role="critic", reads=True)
@@ -160,12 +179,13 @@ class RLWorker(MegatronWorker, WeightSource):
         temperature: float,
         totals: list[dict[str, int]],
         bypass_mode: bool,
+        distillation_coef: float = 0.0,
     ) -> Result:
         """Updates the actor: ppo_epochs passes over the mini-batches, one optimizer update each; none for a mini-batch
         that the correction rejected entirely.
 
         totals[mini-batch]: num_loss_tokens and num_sequences of the whole mini-batch, over all dp ranks.
-        bypass_mode: the sampler's log-probs are the old ones.
+        bypass_mode: the sampler's log-probs are the old ones.  distillation_coef: as `PolicyObjective`.
         """
         shard = _with_loss_columns(shard, config)
         if bypass_mode:
@@ -192,7 +212,9 @@ class RLWorker(MegatronWorker, WeightSource):
             mini_batches,
             config.ppo_epochs,
             kept_totals,
-            functools.partial(PolicyObjective, corrected=corrected, in_episodes=in_episodes),
+            functools.partial(
+                PolicyObjective, corrected=corrected, in_episodes=in_episodes, distillation_coef=distillation_coef
+            ),
             config,
             temperature=temperature,
         )
@@ -212,6 +234,7 @@ class RLWorker(MegatronWorker, WeightSource):
         config: ActorConfig,
         temperature: float,
         totals: list[dict[str, int]],
+        distillation_coef: float = 0.0,
     ) -> Result:
         """Does compute_log_prob and update_actor in one forward pass, for a step of one update without a correction.
 
@@ -220,7 +243,13 @@ class RLWorker(MegatronWorker, WeightSource):
         (mini_batch,), (total,) = micro_batches, totals
         shard = _with_loss_columns(shard, config)
         in_episodes = EPISODE_LOSS_TOKENS.name in shard.tokens
-        objective = PolicyObjective(config, total["num_loss_tokens"], total["num_sequences"], in_episodes=in_episodes)
+        objective = PolicyObjective(
+            config,
+            total["num_loss_tokens"],
+            total["num_sequences"],
+            in_episodes=in_episodes,
+            distillation_coef=distillation_coef,
+        )
         updated, outputs = self.engines["actor"].logprobs_and_update(
             shard, mini_batch, objective, temperature=temperature
         )

@@ -40,6 +40,7 @@ from scalerl.batch.columns import (
     ROLLOUT_IS_WEIGHTS,
     ROLLOUT_LOGPROBS,
     ROUTED_EXPERTS,
+    SAMPLE_INDEX,
     SCORE,
     SCORES,
     SELECTED,
@@ -48,6 +49,7 @@ from scalerl.batch.columns import (
     TURN_LENGTHS,
     TURN_REWARDS,
     TURNS_BEFORE,
+    UID,
     VALUES,
     Column,
 )
@@ -61,6 +63,7 @@ from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, RolloutCorrectionConfig
 from scalerl.config.schema.actor import PPOModelConfig
 from scalerl.errors import RunError, UserError
+from scalerl.rollout.servers.reference import ReferenceServer
 from scalerl.tracking.metrics import Metric, Metrics, explained_variance_metrics
 from scalerl.trainer.ranks.rl_worker import RLWorker
 from scalerl.trainer.ranks.run_estimators import ROW_NAMES
@@ -159,6 +162,8 @@ class MegatronActor(TrainedModel):
     # The sampler's temperature: log-probs are of softmax(logits / temperature).
     temperature: float
     correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    # Weight in the loss of the KL of a teacher, whose words came with ref_logprobs; 0: there is none.
+    distillation_coef: float = 0.0
 
     def begin_logprobs(self, batch: PlacedBatch) -> Pass:
         """Begins the pass that adds old_logprobs by the current weights, and the columns of the correction.
@@ -246,7 +251,7 @@ class MegatronActor(TrainedModel):
                 f"does not make: the batch has {sorted([*batch.samples, *batch.columns])}"
             )
         names: list[Column | str] = [TOKEN_ADVANTAGES, *of_loss]
-        names += [REF_LOGPROBS] if self.config.use_kl_loss else []
+        names += [REF_LOGPROBS] if self.config.use_kl_loss or self.distillation_coef else []
         names += ROW_NAMES if SELECTED.name in needs else []
         return names
 
@@ -264,6 +269,7 @@ class MegatronActor(TrainedModel):
             config=self.config,
             temperature=self.temperature,
             totals=loss_totals(shards.plan, batch.samples, NUM_SAMPLED_TOKENS),
+            distillation_coef=self.distillation_coef,
         )
         return batch.with_column(OLD_LOGPROBS, "actor", old_logprobs), metrics | self._kl_coef()
 
@@ -283,6 +289,7 @@ class MegatronActor(TrainedModel):
             temperature=self.temperature,
             totals=loss_totals(shards.plan, batch.samples, counts),
             bypass_mode=self.correction.bypass_mode,
+            distillation_coef=self.distillation_coef,
         ).metrics
         return metrics | self._kl_coef()
 
@@ -298,16 +305,28 @@ def _with_old_logprobs(batch: PlacedBatch, made: Collected) -> PlacedBatch:
 
 @dataclass(frozen=True)
 class MegatronReference:
-    """The frozen policy model that the KL term compares the actor with."""
+    """The frozen policy model that the KL terms compare the actor with, or the teacher.
+
+    top_k: words of the teacher for each token; 0: none.  server: has the model; None: `workers` have it.
+    """
 
     workers: WorkerGroup
     temperature: float
+    top_k: int = 0
+    server: ReferenceServer | None = None
 
     def begin_logprobs(self, batch: PlacedBatch) -> Pass:
-        """Begins the pass that adds ref_logprobs."""
-        shards = batch.shards("ref", TOKENS)
-        made = self.workers.call(RLWorker.compute_ref_log_prob, shards, temperature=self.temperature)
-        return Pass(made, lambda batch, made: batch.with_column(REF_LOGPROBS, "ref", made.columns))
+        """Begins the pass that adds ref_logprobs; with top_k the teacher's words are in the same column's shards."""
+        role = "ref" if self.server is None else "actor"
+        if self.server is None:
+            shards = batch.shards(role, TOKENS)
+            made = self.workers.call(
+                RLWorker.compute_ref_log_prob, shards, temperature=self.temperature, top_k=self.top_k
+            )
+        else:
+            shards = batch.shards(role, TOKENS, UID, SAMPLE_INDEX)
+            made = self.workers.call(RLWorker.ask_reference, shards, server=self.server, top_k=self.top_k)
+        return Pass(made, lambda batch, made: batch.with_column(REF_LOGPROBS, role, made.columns))
 
 
 @dataclass(frozen=True)

@@ -332,3 +332,39 @@ def test_a_loss_gets_the_columns_that_it_names() -> None:
     assert torch.equal(seen["experts"][kept], columns["experts"][kept]) and not seen["experts"][~kept].any()
     mean = (columns["ref_logprobs"] - logprobs)[kept].mean()
     assert loss == pytest.approx(float(mean)) and not seen["ref_logprobs"][~kept].any()
+
+
+def with_teacher(rows: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    """Packed, with two words of a teacher for each token; no numbers at tokens without a loss."""
+    logprobs_T, entropy_T, columns = packed(rows)
+    for name, shift in (("teacher_logprobs", 1.0), ("logprobs_of_teacher_ids", 0.5)):
+        column = torch.stack([columns["old_logprobs"] - shift, columns["ref_logprobs"] - 2.0], -1)
+        columns[name] = column.masked_fill(columns["response_mask"][:, None] == 0, float("nan"))
+    return logprobs_T, entropy_T, columns
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_kl_of_a_teacher_is_divided_by_counts_of_all_ranks(mode: str):
+    """The parts' terms add up to that of the whole; a mean of each part's mean would not."""
+    rows = sequences(5)
+    objective = PolicyObjective(config_of(mode), *counts(rows), distillation_coef=0.5)
+    plain = PolicyObjective(config_of(mode), *counts(rows))
+    whole, metrics, gradients = run(objective, [rows], with_teacher)
+    parts, part_metrics, part_gradients = run(objective, [rows[:2], rows[2:3], rows[3:]], with_teacher)
+    assert parts == pytest.approx(whole, rel=1e-6) and part_metrics == pytest.approx(metrics, rel=1e-5)
+    term = metrics["actor/distillation_loss"]
+    assert whole - run(plain, [rows], packed)[0] == pytest.approx(0.5 * term, rel=1e-5) and term > 0
+    for row, gradient in gradients.items():
+        torch.testing.assert_close(part_gradients[row], gradient)
+
+
+def test_kl_of_a_teacher_reaches_its_words_and_no_token_without_a_loss():
+    rows = sequences(6)
+    logprobs_T, entropy_T, columns = with_teacher(rows)
+    words_TK = columns["logprobs_of_teacher_ids"].requires_grad_()
+    objective = PolicyObjective(config_of("token-mean"), *counts(rows), distillation_coef=1.0)
+    objective(logprobs_T, entropy_T, columns)[0].backward()
+    assert torch.equal((words_TK.grad != 0).any(-1), columns["response_mask"] != 0)
+    del columns["teacher_logprobs"]
+    with pytest.raises(ValueError, match="teacher_logprobs"):
+        objective(logprobs_T, entropy_T, columns)

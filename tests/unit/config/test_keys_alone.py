@@ -93,7 +93,9 @@ def candidates(leaf: Leaf) -> Iterator[Any]:
     elif domain is not None:
         is_int = leaf.annotation is int or str(leaf.annotation).startswith("int |")
         samples = (
-            (2,) if is_int else (2, 0.5, "x", "x.parquet", "s3://b/x", "80GB", ["x"], [2], [2, 2], [0.5, 0.9], "(x)")
+            (2,)
+            if is_int
+            else (2, 0.5, "x", "x.parquet", "s3://b/x", "http://h:1", "80GB", ["x"], [2], [2, 2], [0.5, 0.9], "(x)")
         )
         yield from [value for value in samples if domain.allows(value)][:1]
 

@@ -100,6 +100,8 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "read_only_paths": ([[""], ["a", "a"]], [[]]),
     "checkpoint_mirror": (["", "bucket/run"], [None, "s3://bucket/run", "file:///shared/run"]),
     "save_freq": ([-2], [-1, 0, 1]),
+    "url": (["", "host:30000", "s3://bucket", "http://", "http://a b"], [None, "http://host:30000", "https://a.b/v/"]),
+    "api_key_env": (["", "sk-secret", "1A", "A B"], [None, "KEY", "_k1"]),
 }
 NOT_FINITE = [float("nan"), float("inf"), True]
 
@@ -318,6 +320,33 @@ PPO_RELATIONS = {
         {"algorithm.adv_estimator": "on_policy_distillation"},
         ["nothing to teach; set actor_rollout_ref.ref.model_path=teacher"],
     ),
+    "words of a teacher that is the policy": (
+        {"algorithm.distillation_top_k": 8},
+        ["algorithm.distillation_top_k = 8: the reference", "set actor_rollout_ref.ref.model_path=teacher"],
+    ),
+    "weight of no teacher": (
+        {"algorithm.distillation_coef": 0.5},
+        ["distillation_top_k = 0; set algorithm.distillation_top_k=32 and actor_rollout_ref.ref.model_path=teacher"],
+    ),
+    "teacher here and there": (
+        {"algorithm.distillation_top_k": 8, "actor_rollout_ref.ref.model_path": "t"}
+        | {"actor_rollout_ref.ref.url": "http://h:1"},
+        ["ref.url = http://h:1", "model_path = t", "or actor_rollout_ref.ref.model_path=null"],
+    ),
+    "served teacher at another temperature": (
+        {"algorithm.distillation_top_k": 8, "actor_rollout_ref.ref.url": "http://h:1", f"{ROLLOUT}.temperature": 0.7},
+        [f"{ROLLOUT}.temperature = 0.7", "at temperature 1 alone", f"set {ROLLOUT}.temperature=1, or"],
+    ),
+    "served reference with devices": (
+        {f"{ACTOR}.use_kl_loss": True, "actor_rollout_ref.ref.url": "http://h:1"}
+        | {"actor_rollout_ref.ref.resource_pool.nnodes": 1},
+        ["ref.resource_pool.nnodes = 1: has no effect", "set actor_rollout_ref.ref.url=null"],
+    ),
+    "served reference unused": (
+        {"actor_rollout_ref.ref.url": "http://h:1"},
+        ["ref.url = http://h:1", "use_kl_loss=true"],
+    ),
+    "key of no server": ({"actor_rollout_ref.ref.api_key_env": "K"}, ["api_key_env = K: has no effect when"]),
     "band of covariances": (
         {f"{ACTOR}.policy_loss.clip_cov_lb": 6.0},
         ["clip_cov_lb = 6: must be below", "clip_cov_ub=7 or more"],

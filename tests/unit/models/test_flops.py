@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from scalerl.models import ModelShape
+from scalerl.models.adapters import Adapter, resolve_targets
 from scalerl.models.flops import FlopsShape, device_peak_flops, flops_shape, measured_matmul_peak, mfu
 
 SHAPE = FlopsShape(
@@ -114,6 +116,37 @@ def test_a_critic_has_a_value_head_in_place_of_the_vocabulary(name):
     masked, rotary = not_ours(shape, 7)
     assert forward - masked - rotary == shape.forward([7])
     assert backward - 2 * masked == shape.backward([7])
+
+
+@pytest.mark.parametrize("target_modules", ["all-linear", ["q_proj", "down_proj"]])
+def test_a_frozen_weight_has_one_product_in_the_backward_pass(peft, target_modules):
+    """torch counts those of peft, whose embedding gives gradients, as ours does."""
+    prefix, fields = MODELS["qwen3"]
+    shape = ModelShape.from_config(getattr(transformers, f"{prefix}Config")(**fields).to_dict())
+    adapter = Adapter(5, 10, resolve_targets(shape, target_modules))
+    model = peft.get_peft_model(hf_model("qwen3", "CausalLM"), peft.LoraConfig(r=5, target_modules=target_modules))
+    model.enable_input_require_grads()
+    forward, backward = counted(model, 7)
+    sizes = flops_shape(replace(shape, adapter=adapter))
+    masked, rotary = not_ours(sizes, 7)
+    assert forward - masked - rotary == sizes.forward([7])
+    assert backward - 2 * masked == sizes.backward([7])
+    assert sizes.train([7]) == sizes.forward([7]) + sizes.backward([7])
+
+
+def test_adapters_of_experts_by_hand():
+    """A token meets those of two of six experts; a critic's head is trained, and everything else is not."""
+    prefix, fields = MODELS["qwen3_moe"]
+    shape = ModelShape.from_config(getattr(transformers, f"{prefix}Config")(**fields).to_dict())
+    adapter = Adapter(5, 10, resolve_targets(shape, "all-linear", ["q_proj", "k_proj", "v_proj"]))
+    # Of 3 layers: the output projection of 4 heads of 16, then gate, up and down of an expert.
+    pairs = 3 * 5 * ((64 + 32) + 2 * 3 * (32 + 20))
+    for head, trained in (("lm", 0), ("value", 32)):
+        whole = flops_shape(shape.with_head(head))
+        sizes = flops_shape(replace(shape.with_head(head), adapter=adapter))
+        assert sizes.forward([7]) - whole.forward([7]) == 2 * 7 * pairs
+        frozen = whole.matmul_params - trained
+        assert whole.train([7]) - sizes.train([7]) == 2 * 7 * (frozen - 3 * pairs)
 
 
 def test_gated_delta_nets_pay_for_their_matrices_and_states():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from scalerl.parallel import logprobs
-from scalerl.parallel.logprobs import linear_logprobs
+from scalerl.parallel.logprobs import linear_logprobs, linear_top_logprobs
 from tests.lanes import full
 
 NUM_TOKENS, HIDDEN, WORDS, ROWS = 23, 12, 70, 96
@@ -92,6 +92,42 @@ def test_one_input_alone_has_a_gradient(frozen: str) -> None:
     (token_logprobs * factors[0] + entropy * factors[1]).sum().backward()
     torch.testing.assert_close(wanted[0].grad.double(), wanted[1], rtol=1e-5, atol=1e-5)
     assert (hidden if frozen == "hidden" else weight).grad is None
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("chunk_tokens", [1, 5, None])
+def test_several_words_of_a_token(temperature: float, chunk_tokens: int | None) -> None:
+    """Their log-probs and gradients are those of as many calls with one word each, also of a word that comes twice."""
+    hidden, weight, labels, _ = case()
+    generator = torch.Generator().manual_seed(1)
+    words = torch.stack([torch.randperm(WORDS, generator=generator)[:4] for _ in range(NUM_TOKENS)])
+    words[0, 1] = labels[0]
+    all_labels = torch.cat([labels[:, None], words], 1)
+    factors = torch.randn(NUM_TOKENS, 6, generator=generator)
+    options = {"vocab_size": WORDS, "temperature": temperature, "chunk_tokens": chunk_tokens}
+    hidden.requires_grad_(), weight.requires_grad_()
+    several, entropy = linear_logprobs(hidden, weight, all_labels, **options)
+    (torch.cat([several, entropy[:, None]], 1) * factors).sum().backward()
+    mine = (several.detach(), entropy.detach(), hidden.grad, weight.grad)
+    hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    distribution = ((hidden @ weight.T)[:, :WORDS] / temperature).log_softmax(-1)
+    expected = distribution.gather(1, all_labels), -(distribution.exp() * distribution).sum(-1)
+    (torch.cat([expected[0], expected[1][:, None]], 1) * factors).sum().backward()
+    assert_near(mine, (*(x.detach() for x in expected), hidden.grad, weight.grad), 1e-6)
+
+
+@pytest.mark.parametrize("top_k", [1, 7, WORDS])
+@pytest.mark.parametrize("chunk_tokens", [1, 5, None])
+def test_likeliest_words(top_k: int, chunk_tokens: int | None) -> None:
+    hidden, weight, labels, _ = case()
+    options = {"vocab_size": WORDS, "temperature": 0.7, "chunk_tokens": chunk_tokens}
+    logprobs_T, entropy_T, values_TK, ids_TK = linear_top_logprobs(hidden, weight, labels, top_k=top_k, **options)
+    plain = linear_logprobs(hidden, weight, labels, **options)
+    assert torch.equal(logprobs_T, plain[0]) and torch.equal(entropy_T, plain[1])
+    distribution = ((hidden.double() @ weight.double().T)[:, :WORDS] / 0.7).log_softmax(-1)
+    expected = distribution.topk(top_k, -1)
+    assert torch.equal(ids_TK, expected.indices)
+    torch.testing.assert_close(values_TK.double(), expected.values, rtol=1e-6, atol=1e-5)
 
 
 def test_gradcheck() -> None:
@@ -183,7 +219,7 @@ NAIVE_TOKENS = 256
 PROBE = """
 import json, sys
 import torch
-from scalerl.parallel.logprobs import linear_logprobs
+from scalerl.parallel.logprobs import linear_logprobs, linear_top_logprobs
 
 torch.set_num_threads(1)
 version, num_tokens, num_words, num_hidden = sys.argv[1], *map(int, sys.argv[2:])

@@ -142,3 +142,21 @@ def test_a_column_with_other_lengths_goes_along_with_its_rows() -> None:
     packed = pack_rows(batch_of([2, 3, 4]).union(DataProto({"patches": patches})), [2, 0], device="cpu")
     assert packed.columns.keys() == {"input_ids", "advantages"}
     assert [row.tolist() for row in packed.inputs["patches"]] == [[[2.0, 2.0]] * 2, []]
+
+
+@given(packed_case())
+def test_what_predicts_a_token_gets_what_the_token_has(case: Case) -> None:
+    lengths, micro_batches, tp_size, cp_size = case
+    batch = batch_of(lengths)
+    for rows in micro_batches:
+        ranks = packed_on_every_rank(batch, rows, tp_size, cp_size)
+        ids_T = ranks[0].columns["input_ids"]
+        two_T2 = torch.stack([ids_T, -ids_T], -1).int()
+        moved = torch.cat([part.to_predicting_token(two_T2, rank, cp_size) for rank, part in enumerate(ranks)])
+        labels = torch.cat([part.labels for part in ranks])
+        # Where a token is predicted it is the label; 0 elsewhere.
+        predicts = moved[:, 0] != 0
+        assert int(predicts.sum()) == int((~ranks[0].is_first).sum())
+        assert torch.equal(moved[predicts][:, 0].long(), labels[predicts])
+        back = ranks[0].to_described_token(moved)
+        assert torch.equal(back, two_T2.masked_fill(ranks[0].is_first[:, None], 0))

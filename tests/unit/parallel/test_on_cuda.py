@@ -10,11 +10,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scalerl.algorithms.kl import top_k_kl
 from scalerl.config.schema import MegatronConfig
 from scalerl.models import ModelShape
 from scalerl.parallel.engine import _loss
 from scalerl.parallel.layout import Layout
-from scalerl.parallel.logprobs import _multiplies_into_float32
+from scalerl.parallel.logprobs import _multiplies_into_float32, linear_logprobs, linear_top_logprobs
+from scalerl.parallel.micro_batch import MicroBatch
 from scalerl.parallel.model import transformer_config
 from scalerl.rollout.sync.transports.broadcast import NCCL_GRACE_S, BroadcastTransport
 from tests.model_configs import read_config
@@ -90,3 +92,23 @@ def test_an_nccl_group_outlives_the_request_that_it_serves() -> None:
     )
     assert nccl.group_timeout_s == 600.0 + NCCL_GRACE_S > nccl.timeout_s
     assert gloo.group_timeout_s == gloo.timeout_s == 600.0
+
+
+def test_words_of_a_teacher_do_not_wait_for_the_device() -> None:
+    """Tensors of the device meta have no values: what reads one, or makes a shape of values, raises."""
+    device, words = "meta", {"vocab_size": WORDS - 3, "chunk_tokens": 8}
+    hidden = torch.empty(NUM_TOKENS, HIDDEN, device=device, requires_grad=True)
+    weight, labels = (
+        torch.empty(WORDS, HIDDEN, device=device),
+        torch.empty(NUM_TOKENS, dtype=torch.int64, device=device),
+    )
+    *_, top_logprobs, top_ids = linear_top_logprobs(hidden, weight, labels, top_k=8, **words)
+    batch: Any = SimpleNamespace(labels=labels, prediction_indices=labels, is_first=labels.bool())
+    moved = MicroBatch.to_predicting_token(batch, top_ids, 0, 1)
+    described = MicroBatch.to_described_token(batch, moved)
+    logprobs, _ = linear_logprobs(hidden, weight, torch.cat([labels[:, None], moved], 1), **words)
+    top_k_kl(logprobs[:, 1:], top_logprobs).sum().backward()
+    assert top_ids.shape == described.shape == (NUM_TOKENS, 8) and logprobs.shape == (NUM_TOKENS, 9)
+    assert hidden.grad is not None and hidden.grad.device.type == device
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        labels.nonzero()

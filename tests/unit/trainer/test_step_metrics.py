@@ -210,6 +210,7 @@ def test_a_step_without_contrast_is_said() -> None:
     metrics = step_metrics(config(), alike, {}, TIMING_S, step=7, epoch=1)
     assert metrics["reward/equal_groups_frac"] == 1.0
     assert no_contrast(samples, metrics) == "2 of 2 groups have equal rewards: nothing is learned in this step"
+    assert no_contrast(samples, {**metrics, "actor/distillation_loss": 0.3}) is None
     differ = step_metrics(config(), step_outcome, {}, TIMING_S, step=7, epoch=1)
     assert no_contrast(step_outcome.samples, differ) is None
     # Advantages of single tokens are the ranks': a group of equal scores may teach.

@@ -2,7 +2,7 @@
 
 A module here has the name of verl's: `verl.utils.X.f` is `scalerl.extras.verl.compat.X.f`, and
 `scalerl.extras.verl.compat.f` too.
-docs/extending.md has the table, with what a run uses instead. Nothing else in scalerl imports this package.
+docs/extending.md says what a run uses instead. Nothing else in scalerl imports this package.
 """
 
 from scalerl.extras.verl.compat.metric import reduce_metrics

@@ -64,8 +64,15 @@ class DataProto:
     non_tensor_batch: name -> [rows] array.  meta_info: of the batch.  None: empty.
     Raises ValueError where columns have different numbers of rows.
 
-    Methods have verl's names, arguments and defaults; docs/extending.md says which are not here, and where these are
-    stricter.
+    Methods have verl's names, arguments and defaults; `from_padded` and `to_padded` convert padded tensors, `from_run`
+    and `to_run` the batches of a run. As in verl, `union`, `rename`, `reorder`, `pop` and `to` change the batch, and
+    the others return a new one that may share its columns; `concat` makes one dict of lists of all `metrics`.
+
+    Not here: automatic padding (rows are dealt out by tokens, in any number), several dimensions of rows and the
+    methods that fold them (a row of a jagged column has no second one to divide), `all_gather_data_proto` (ranks
+    exchange tensors). Stricter: `chunk` and `make_iterator` refuse rows that do not divide, `select` a name that is
+    not there, `make_iterator` arguments of a data loader but `shuffle`; `load_from_disk` reads what `save_to_disk`
+    wrote and runs no code; `pad_dataproto_to_divisor` refuses a batch without rows.
     """
 
     batch: Batch = field(default_factory=Batch)

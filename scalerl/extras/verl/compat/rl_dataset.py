@@ -1,6 +1,6 @@
 """Collates the rows of a batch into columns, as verl does.
 
-A run of scalerl uses the columns of `protocol.DataProto`, which have no padding.
+A run of scalerl uses the columns of `batch.DataProto`, which have no padding.
 """
 
 from __future__ import annotations

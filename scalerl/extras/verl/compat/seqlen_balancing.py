@@ -1,6 +1,6 @@
 """Splits one rank's padded batch into micro-batches of at most so many tokens, as verl does.
 
-A run of scalerl is packed by `balance.plan_step`, for all ranks at once.
+A run of scalerl is packed by `batch.plan_step`, for all ranks at once.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from scalerl.config.foreign_keys import ConfigView
 from scalerl.config.keys import key_table
 from scalerl.config.layout import LayoutSizes
 from scalerl.config.schema import MegatronConfig, SFTConfig
-from scalerl.config.value_checks import show
+from scalerl.config.value_checks import KL_KIND, show
 
 POLICY = "actor_rollout_ref"
 ACTOR, REF, MODEL = f"{POLICY}.actor", f"{POLICY}.ref", f"{POLICY}.model"
@@ -407,6 +407,77 @@ def reward_manager(_: re.Match[str], value: Any, __: Context) -> Outcome | None:
     if isinstance(value, str) and "/" in value:
         return refused("names a file; register the manager in a file of trainer.import_files (docs/extending.md)")
     return Outcome("", {"reward_model.reward_manager": value})
+
+
+_LOSS_OF_TEACHER = "distillation.distillation_loss"
+# Keys of verl's loss with their defaults.
+_TEACHER_LOSS = {
+    "loss_mode": "k3",
+    "topk": 32,
+    "distillation_loss_coef": 1.0,
+    "use_policy_gradient": True,
+    "use_task_rewards": True,
+}
+# What other keys become.
+_TEACHERS = {
+    r"(teacher_model|teacher_models\.[^.]+)\.model_path": f"{REF}.model_path",
+    r"nnodes|teacher_model\.nnodes": f"{REF}.resource_pool.nnodes",
+    r"n_gpus_per_node|teacher_model\.n_gpus_per_node": f"{REF}.resource_pool.n_gpus_per_node",
+}
+
+
+def teacher_switch(_: re.Match[str], value: Any, context: Context) -> Outcome:
+    """`algorithm.distillation_top_k` and `_coef`, `adv_estimator=on_policy_distillation` or `use_kl_loss`, by the loss.
+
+    The loss is that of `distillation.distillation_loss`.
+    """
+    if is_one_of(value, NONE):
+        return Outcome("without it no policy learns from a teacher")
+    given = {name: context.foreign(f"{_LOSS_OF_TEACHER}.{name}") for name in _TEACHER_LOSS}
+    mode, top_k, coef, by_gradient, has_rewards = (
+        default if given[name] is None else given[name] for name, default in _TEACHER_LOSS.items()
+    )
+    start = f"{_LOSS_OF_TEACHER}."
+    if mode == "k1" and by_gradient and not has_rewards:
+        return Outcome(
+            "minus the reverse KL is the advantage",
+            {"algorithm.adv_estimator": "on_policy_distillation"},
+            overrules=True,
+        )
+    if by_gradient:
+        return refused(
+            f"an advantage is the KL of loss_mode=k1 alone, without rewards; set {start}loss_mode=k1 and "
+            f"{start}use_task_rewards=false, or {start}use_policy_gradient=false"
+        )
+    if not has_rewards:
+        return refused(
+            f"a policy learns from rewards too, and from equal ones nothing; set {start}use_task_rewards=true, and let "
+            "the reward function return 0"
+        )
+    if mode == "forward_kl_topk":
+        return Outcome(
+            "a term of the loss", {"algorithm.distillation_top_k": top_k, "algorithm.distillation_coef": coef}
+        )
+    if KL_KIND.allows(mode):
+        kl_loss = {"use_kl_loss": True, "kl_loss_type": mode, "kl_loss_coef": coef}
+        return Outcome(
+            "the KL to the teacher, a term of the loss", {f"{ACTOR}.{name}": v for name, v in kl_loss.items()}
+        )
+    return refused(f"there is no such loss as {start}loss_mode={mode}; set it to forward_kl_topk, or a kl_loss_type")
+
+
+def of_teacher(match: re.Match[str], value: Any, context: Context) -> Outcome | None:
+    """`actor_rollout_ref.ref.model_path` and `.resource_pool`, as the teacher is the reference model."""
+    if isinstance(value, dict) and value:
+        return None
+    if all(is_one_of(context.foreign(f"distillation.{name}"), NONE) for name in ("enabled", "enable")):
+        return Outcome("counts only with distillation.enabled")
+    for pattern, key in _TEACHERS.items():
+        if re.fullmatch(pattern, match[1]):
+            return Outcome("the reference model is the teacher", {key: value})
+    if is_one_of(value, NONE):
+        return Outcome("asks for nothing")
+    return refused("a teacher and its KL have no such setting; leave it out")
 
 
 def profiled_ranks(match: re.Match[str], value: Any, context: Context) -> Outcome:

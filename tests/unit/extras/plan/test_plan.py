@@ -302,7 +302,7 @@ def test_experts_have_adapters_on_their_ranks() -> None:
 
 
 def test_an_update_of_an_adapter_takes_a_pass_less() -> None:
-    """That of the weights' gradients, as full recompute takes one more."""
+    """That of the weights' gradients, less what adapters and attention have too: full recompute takes a whole one."""
     planned, shape = adapted(f"{MEGATRON}.param_offload=true"), shapes()["actor"]
     adapter = Adapter(32, 16.0, resolve_targets(shape, ALL_LINEAR))
 
@@ -310,7 +310,8 @@ def test_an_update_of_an_adapter_takes_a_pass_less() -> None:
         cfg = config(*LORA, f"{MEGATRON}.recompute_granularity={granularity}")
         return predicted_seconds(cfg, {"actor": replace(shape, adapter=own), "ref": shape}, planned)
 
-    assert seconds(None, "full") > seconds(None, "null") == pytest.approx(seconds(adapter, "full"))
+    a_pass = seconds(None, "full") - seconds(None, "null")
+    assert 0.8 * a_pass < seconds(None, "full") - seconds(adapter, "full") < a_pass
 
 
 def test_host_memory_of_saves_in_the_background() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from scalerl.cluster.pools import ResourcePool
 from scalerl.config.schema import RolloutConfig
+from scalerl.models.adapters import Adapter
 from scalerl.rollout.prompt_sampling import sample_seed
 from scalerl.rollout.sampling.policy_servers import verification_is_due
 from scalerl.rollout.servers import server_set as module
@@ -210,11 +211,13 @@ def test_all_that_were_lost_are_ended_where_one_has_no_restart_left(monkeypatch:
 
 
 def test_replicas_know_the_arguments_that_their_servers_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their checksums depend on them."""
+    """Their checksums depend on them, and whether requests name an adapter."""
     servers = server_set(1, [], monkeypatch)
     kwargs = {"sglang": {"ep_size": 2}}
     servers.config = RolloutConfig(tensor_model_parallel_size=2, engine_kwargs=kwargs)
     servers.starting, servers.settings = [], ClientSettings(POLICY, 64, 1.0, 1)
     monkeypatch.setattr("scalerl.rollout.servers.server_set.values_of", lambda *_: [("http://new", "key")])
-    servers.wait_ready()
-    assert servers.replicas == [Replica("http://new", "sglang", 2, "key", kwargs)]
+    for adapter, name in ((None, None), (Adapter(4, 8, ("q_proj",)), "policy")):
+        servers.launch = Launch("/m", servers.config, "cpu", 64, adapter=adapter)
+        servers.wait_ready()
+        assert servers.replicas == [Replica("http://new", "sglang", 2, "key", kwargs, adapter=name)]

@@ -21,6 +21,7 @@ from scalerl.data import PromptCursor, PromptTable, load_tokenizer
 from scalerl.models import ModelShape
 from scalerl.parallel.flash_attention import import_refusal
 from scalerl.rollout.servers.engines import ENGINES
+from scalerl.rollout.servers.process import free_port
 from scalerl.trainer.checks import machine, preflight
 from scalerl.trainer.checks.machine import AttentionChoice, called_head_sizes
 from scalerl.trainer.checks.models import check_models, learning_rate_line, model_layout_violations
@@ -238,6 +239,28 @@ def test_a_judge_that_cannot_judge_is_refused(directory: Path, tmp_path: Path) -
         check_ppo(config(directory, "qwen3", "embedded", 0, *on, f"{judge}.model.path={tmp_path}"))
     assert caught.value.violations[0].startswith(f"{judge}.model.path = {tmp_path}: has no config.json")
     assert "holds no tokenizer" in caught.value.violations[1] and len(caught.value.violations) == 2
+
+
+def test_a_reference_that_cannot_be_asked_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any device is held, and beside other mistakes."""
+    ref, run = "actor_rollout_ref.ref", ("qwen3", "embedded", 0, "algorithm.distillation_top_k=4")
+    url = f"{ref}.url=http://127.0.0.1:{free_port('127.0.0.1')}"
+    message = violation(directory, *run, url)
+    assert message.startswith(f"{url.replace('=', ' = ')}: ") and "no answer" in message
+    assert f"start the server, or set {ref}.url=null and {ref}.model_path=teacher" in message
+    monkeypatch.delenv("TEACHER_KEY", raising=False)
+    assert "export TEACHER_KEY" in violation(directory, *run, url, f"{ref}.api_key_env=TEACHER_KEY")
+    with pytest.raises(ConfigError) as caught:
+        check_ppo(config(directory, *run, url, "data.val_files=nowhere.parquet"))
+    assert len(caught.value.violations) == 2
+    # The run is on other machines, which may reach it.
+    assert check_ppo(config(directory, *run, url), "cpu") is not None
+
+
+def test_a_teacher_has_as_many_words_as_are_asked_for(directory: Path) -> None:
+    keys = ["algorithm.distillation_top_k=513", f"actor_rollout_ref.ref.model_path={directory / 'mixtral'}"]
+    message = violation(directory, "qwen3", "embedded", 0, *keys)
+    assert "mixtral has 512 words; set algorithm.distillation_top_k=512 or less" in message
 
 
 def test_a_judge_or_reward_model_without_a_prompt_to_score_is_refused(directory: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from scalerl.cluster.batch import TOKENS, PlacedBatch, ShardedBatch
 from scalerl.cluster.dispatch import Collected, Future, registration_of
 from scalerl.config.names import REFERENCE_LOSSES
 from scalerl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, PolicyLossConfig
+from scalerl.rollout.servers.reference import ReferenceServer
 from scalerl.trainer.ranks.roles import (
     MegatronActor,
     MegatronCritic,
@@ -71,6 +73,18 @@ def test_forward_passes_get_no_column_of_samples(ranks: Any, batch: PlacedBatch)
     actor.worst_tokens(batch)
     actor.reward_kl(batch, "kl")
     assert ranks.got == [set()] * 6
+
+
+def test_a_served_reference_is_asked_by_the_actors_ranks_which_can_name_samples(ranks: Any, batch: PlacedBatch) -> None:
+    """No rank has a part called ref then, and its words are where an update looks for them."""
+    batch = replace(batch, plans={"actor": batch.plans["actor"]}).with_column("old_logprobs", "actor", ("0", "1"))
+    actor = MegatronActor(ranks, ActorConfig(), 1.0, distillation_coef=0.5)
+    with pytest.raises(KeyError, match="ref_logprobs"):
+        actor.update(batch.with_samples(advantages=np.zeros(4)))
+    reference = MegatronReference(ranks, 1.0, 4, ReferenceServer("http://teacher:1"))
+    batch, _ = reference.begin_logprobs(batch).add_to(batch)
+    actor.update(batch.with_samples(advantages=np.zeros(4)))
+    assert ranks.got == [{"uid", "sample_index"}, {"advantages"}]
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,9 @@ def test_tokens_of_a_device_in_sft(section: str):
 CORRECTION, POOL = "algorithm.rollout_correction", f"{ROLLOUT}.resource_pool"
 FIELDS, PROFILE = f"{ACTOR}.megatron.override_transformer_config", f"{ACTOR}.profile"
 SELECTIVE = f"{FIELDS}.recompute_granularity=selective"
+OF_TEACHER = "distillation.distillation_loss"
+TEACHER = ["distillation.teacher_models.teacher_model.model_path=t"]
+DISTILLED = ["distillation.enabled=True", f"{OF_TEACHER}.use_policy_gradient=False"]
 # An argument of verl, with further ones that it needs, and the arguments of scalerl that it becomes.
 RENAMED = [
     ("algorithm.rollout_is=True", ["algorithm.rollout_is_threshold=2.0"], [f"{CORRECTION}.rollout_is=token"]),
@@ -176,6 +179,34 @@ RENAMED = [
         [f"{ROLLOUT}.tensor_model_parallel_size=2"],
         [f"{ROLLOUT}.engine_kwargs.sglang.ep_size=${{{ROLLOUT}.tensor_model_parallel_size}}"],
     ),
+    (
+        "distillation.enabled=True",
+        [
+            *TEACHER,
+            f"{OF_TEACHER}.loss_mode=forward_kl_topk",
+            f"{OF_TEACHER}.topk=16",
+            f"{OF_TEACHER}.use_policy_gradient=False",
+            f"{OF_TEACHER}.distillation_loss_coef=0.5",
+        ],
+        ["algorithm.distillation_top_k=16", "algorithm.distillation_coef=0.5"],
+    ),
+    (
+        "distillation.enabled=True",
+        [
+            *TEACHER,
+            f"{OF_TEACHER}.loss_mode=k1",
+            f"{OF_TEACHER}.use_task_rewards=False",
+            "algorithm.adv_estimator=grpo",
+        ],
+        ["algorithm.adv_estimator=on_policy_distillation"],
+    ),
+    (
+        "distillation.enabled=True",
+        [*TEACHER, f"{OF_TEACHER}.use_policy_gradient=False"],
+        [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=k3", f"{ACTOR}.kl_loss_coef=1.0"],
+    ),
+    (TEACHER[0], DISTILLED, ["actor_rollout_ref.ref.model_path=t"]),
+    ("distillation.nnodes=2", [*DISTILLED, *TEACHER], ["actor_rollout_ref.ref.resource_pool.nnodes=2"]),
     ("global_profiler.steps=[2,5]", [], ["trainer.profile_steps=[2,5]"]),
     ("global_profiler.tool=nsys", ["trainer.profile_steps=[2]"], ["trainer.profile_tool=nsys"]),
     (f"{ACTOR}.profiler.all_ranks=True", ["trainer.profile_steps=[2]"], ["trainer.profile_ranks=null"]),
@@ -195,6 +226,25 @@ RENAMED = [
 ]
 # Arguments of verl that are refused, with further ones, and what the message says.
 REFUSED = [
+    (
+        "distillation.enabled=True",
+        TEACHER,
+        f"set {OF_TEACHER}.loss_mode=k1 and {OF_TEACHER}.use_task_rewards=false, or",
+    ),
+    ("distillation.enabled=True", [*DISTILLED[1:], *TEACHER, f"{OF_TEACHER}.loss_mode=jsd"], "no such loss as"),
+    (
+        "distillation.enabled=True",
+        [*DISTILLED[1:], *TEACHER, f"{OF_TEACHER}.use_task_rewards=False"],
+        "let the reward function return 0",
+    ),
+    (
+        f"{OF_TEACHER}.loss_max_clamp=10.0",
+        [*DISTILLED, *TEACHER],
+        "a teacher and its KL have no such setting; leave it out",
+    ),
+    ("distillation.teacher_models.other.model_path=u", [*DISTILLED, *TEACHER], "leave one of them out"),
+    (f"{OF_TEACHER}.jsd_beta=0.5", [*DISTILLED, *TEACHER], "have no such setting"),
+    ("actor_rollout_ref.teacher.model.path=t", [], "set actor_rollout_ref.ref.model_path and"),
     ("global_profiler.tool=npu", [], "trainer.profile_tool is torch or nsys"),
     (f"{PROFILE}.use_profile=True", [], "set trainer.profile_steps"),
     ("actor_rollout_ref.model.custom_chat_template='a template'", [], "set data.chat_template_path"),
@@ -210,6 +260,7 @@ REFUSED = [
 # Arguments that ask for nothing.
 SAME = [f"{ROLLOUT}.n_agent=1", f"{ROLLOUT}.qat.enable=False", "trainer.v1.trainer_mode=sync"]
 SAME += [f"{ACTOR}.use_gpg_loss=False", "actor_rollout_ref.model.custom_chat_template=null"]
+SAME += [*TEACHER, "distillation.enabled=False", f"{OF_TEACHER}.loss_max_clamp=10.0", "distillation.nnodes=0"]
 SAME += ["rollout.nnodes=0", "trainer.profile_steps=null", f"{ROLLOUT}.multi_turn.enable=False"]
 
 
