@@ -12,7 +12,6 @@ from scalerl.models import ModelShape
 from scalerl.models.adapters import counted_trained_params
 from scalerl.models.sizes import FLOAT, ITEMSIZE, counted_params, stored_itemsize
 from scalerl.rollout.servers.engines import ENGINES
-from scalerl.rollout.servers.engines.sglang import ADAPTER_SLOTS
 
 # Assumed, of SGLang on a GPU: its CUDA context and communicators; captured graphs and the buffers of a prefill.
 CONTEXT_BYTES = 1 * GIB
@@ -64,7 +63,7 @@ def server_bytes(
     )
     token = kv_token_bytes(shape, config.tensor_model_parallel_size, ITEMSIZE[config.dtype])
     states = config.max_num_seqs * state_bytes(shape, config.tensor_model_parallel_size, ITEMSIZE[config.dtype])
-    adapters = ADAPTER_SLOTS * _adapter_bytes(shape, config) if with_adapter else 0
+    adapters = ENGINES[config.name].adapter_slots * _adapter_bytes(shape, config) if with_adapter else 0
     if config.kv_cache_tokens is not None or free_bytes is None:
         return ServerBytes(weights, token, config.kv_cache_tokens, states, adapters)
     taken = weights + states + adapters

@@ -140,6 +140,9 @@ class Engine(ABC):
         """Yields the reasons why a policy cannot be served while it is trained.  section: prefix of config's keys."""
         return iter(())
 
+    # Adapters that a server has room for on its device.
+    adapter_slots: ClassVar[int] = 0
+
     def served_adapter(self, adapter: Adapter, shape: ModelShape) -> Adapter:
         """The adapter that a server takes in place of this one, zero in what this one has not."""
         return adapter

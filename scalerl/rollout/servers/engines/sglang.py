@@ -73,8 +73,6 @@ BLOCKS_OF_FP8 = {
 _ATTENDS = "full_attention"
 # Field of a request for the experts of its tokens. The server's argument has `enable_` before it.
 RETURN_EXPERTS = "return_routed_experts"
-# Adapters of one batch, for which a server keeps memory: the newest version of the policy's, and none.
-ADAPTER_SLOTS = 2
 # Projections that SGLang joins, or computes with adapters all of them or none.
 JOINED_TARGETS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj"))
 # Model types whose adapters were compared with transformers.
@@ -89,6 +87,8 @@ class SGLangEngine(Engine):
     keep_less = "engine_kwargs.sglang.disable_cuda_graph=true"
     # SGLang adds one more token after an abort without checking if it ends the sample.
     undone_by_abort = 1
+    # The newest version of the policy's, and none.
+    adapter_slots = 2
 
     def command(self, launch: Launch) -> Command:
         """The server's command, and environment variables to add.
@@ -157,7 +157,7 @@ class SGLangEngine(Engine):
                 "enable_lora": True,
                 "max_lora_rank": launch.adapter.rank,
                 "lora_target_modules": launch.adapter.targets,
-                "max_loras_per_batch": ADAPTER_SLOTS,
+                "max_loras_per_batch": self.adapter_slots,
                 # Weights that leave a GPU come back as they were: a trainer sends the adapter alone.
                 "enable_weights_cpu_backup": launch.releases_memory and not on_cpu,
             }
