@@ -139,9 +139,11 @@ def check_merged(engine: Engine, model: Model, directory: Path) -> None:
     those of transformers with the whole model."""
     actor, *_ = save_adapter(directory / "run", model.path)
     assert run(actor, directory / "peft") == 0 == run(actor, directory / "whole", "--merge-adapters")
-    body = {"lora_name": f"merged{VERSION_MARK}1", "lora_path": str(directory / "peft")}
-    engine.client.ask(Call("/load_lora_adapter", body))
+    name = {"lora_name": f"merged{VERSION_MARK}1"}
+    engine.client.ask(Call("/load_lora_adapter", name | {"lora_path": str(directory / "peft")}))
     assert_samples_are_of(Model.load(directory / "whole"), ask(engine, "merged"))
+    # What a server holds is compared as a whole.
+    engine.client.ask(Call("/unload_lora_adapter", name))
 
 
 def test_a_merged_directory_of_peft_is_read(engine: Engine, dense: Model, tmp_path: Path) -> None:
