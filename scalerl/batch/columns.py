@@ -97,7 +97,7 @@ NUM_LOSS_TOKENS = _samples("num_loss_tokens", "int64", "tokens of loss_mask")
 EPISODE_LOSS_TOKENS = _samples("episode_loss_tokens", "int64", "loss tokens of all rows of the episode (`episodes`)")
 REWARD_KL = _samples("reward_kl", "float64", "KL to the reference, summed over the sampled tokens")
 SCORES = _samples("scores", "float32", "output of the reward model after the last token")
-# What the engine gives an objective beside the batch's columns: [T, k], with a gradient.
+# A column that the engine makes for an objective: the policy's log-probs of teacher_ids, [T, k], with a gradient.
 LOGPROBS_OF_TEACHER_IDS = "logprobs_of_teacher_ids"
 # An estimator of samples makes one advantage for each sample, an estimator of tokens one for each token.
 SAMPLE_ADVANTAGES: Column[np.ndarray] = Column("advantages", "float32", "S", "advantage of all tokens of the sample")

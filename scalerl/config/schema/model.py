@@ -89,8 +89,8 @@ class TrainedModelConfig(AdapterKeys, ModelConfig):
 class LoraConfig:
     """How the servers get the policy's adapter."""
 
-    # True: as weights that have it in them, rounded to the servers' dtype. False: beside the model, from SGLang's
-    # servers; embedded ones, which compute in the trainer's dtype, get such weights in any case.
+    # True: servers get weights with the adapter added, rounded to the servers' dtype. False: SGLang's servers get the
+    # adapter alone, beside the model; embedded servers, which compute in the trainer's dtype, get the sum in any case.
     merge: bool = False
 
 
