@@ -62,6 +62,7 @@ MISTAKES = {
     "plan": ["--nonsense", "none.yaml", "--device-memory", "trainer.nnode=1"],
     "verify-resume": ["--steps x", "--nonsense", "--steps 4 --at 4", "trainer.nnode=1", "sft trainer.nnode=1"],
     "replay": ["", "none", "none x", "none 1", "none 1 --nonsense"],
+    "report": ["", "none", "none --nonsense", "none --compare none"],
     "doctor": ["--nonsense", "nonsense"],
 }
 
