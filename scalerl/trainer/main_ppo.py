@@ -94,7 +94,8 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
                 validation = fit(run) if inputs.fit is None else call_fit(inputs.fit, run)
                 for line in validation_lines(validation, run.tested_at, run.step):
                     run.tracker.message(line)
-                if not cfg.trainer.val_only:
+                # A run that is asked to stop has no time to lose.
+                if not (cfg.trainer.val_only or run.stop.requested):
                     log_report(run.tracker, host.run_dir)
             return run
 

@@ -89,7 +89,9 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
         def trained(inputs: SFTInputs) -> SFTRun:
             with sft_run(cfg, inputs, host) as run:
                 fit(run)
-                log_report(run.tracker, host.run_dir)
+                # A run that is asked to stop has no time to lose.
+                if not run.stop.requested:
+                    log_report(run.tracker, host.run_dir)
             return run
 
         with run_host(cfg, inputs, processes, phases) as host:

@@ -15,6 +15,7 @@ from scalerl.trainer.alarms import KINDS
 from tests.browser import look
 from tests.e2e.jobs import PROMPTS, SAMPLES, Inputs, Record
 from tests.e2e.kept import Kept
+from tests.lanes import full
 
 STEPS = 3
 # Fails for a third of the texts.
@@ -134,7 +135,8 @@ def test_the_timeline_has_everybody(run: tuple[Path, str]) -> None:
         assert sum(span[4]["tokens"] for span in servers) == sum(span[4]["tokens"] for span in turns)
 
 
-@pytest.mark.parametrize("width", [1300, 390])
+# At 1300 the test of hostile samples draws all of it, too.
+@pytest.mark.parametrize("width", [full(1300), 390])
 def test_a_browser_draws_all_of_it(run: tuple[Path, str], width: int) -> None:
     """Without a network, an error in its console, or anything wider than the window."""
     page = run[0] / "report.html"
@@ -206,6 +208,7 @@ def test_the_trace_is_for_perfetto(run: tuple[Path, str]) -> None:
             ends.append(end)
 
 
+@pytest.mark.full
 def test_two_runs_side_by_side(run: tuple[Path, str], tmp_path: Path) -> None:
     from scalerl.extras.report.command import main
 

@@ -85,14 +85,14 @@ def read_run(directory: Path) -> RunFiles:
             f"{directory} has no {METRICS}: give the directory of a run (trainer.default_local_dir) that had file in "
             "trainer.logger"
         )
+    config = read_resolved(directory / RESOLVED_CONFIG) or {}
     try:
         steps = read_metrics(directory)
         timeline = {line["step"]: [Span(*span) for span in line["spans"]] for line in read_lines(directory / TIMELINE)}
+        numbers = {step: {key: float(value) for key, value in data.items()} for step, data in steps.items()}
+        return RunFiles(directory, config, numbers, timeline, _resumes(directory), _answers(directory, config))
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{directory}: {error}") from error
-    config = read_resolved(directory / RESOLVED_CONFIG) or {}
-    numbers = {step: {key: float(value) for key, value in data.items()} for step, data in steps.items()}
-    return RunFiles(directory, config, numbers, timeline, _resumes(directory), _answers(directory, config))
+        raise UserError(f"{directory}: a file of the run cannot be read: {error!r}") from error
 
 
 def _resumes(directory: Path) -> list[tuple[int, float | None]]:
