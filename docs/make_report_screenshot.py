@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-WIDTH, HEAD, TIMELINE, PAGE = 1300, 1000, 1000, 9000
+WIDTH, HEAD, TIMELINE, PAGE = 1300, 900, 740, 9000
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser")
 
 
@@ -55,9 +55,9 @@ def crop(picture: Path, page: Path, browser: str, out: Path) -> None:
     """The head of the page, below it the first timeline, in 64 colours: a quarter of the bytes."""
     from PIL import Image
 
-    # The same page, in which everything before the timeline is hidden: its begin is the timeline.
+    # The same page with the timelines alone.
     text = page.read_text(encoding="utf-8")
-    hidden = "section:not(:has(h2.timeline)):not(.timeline), header, footer { display: none }"
+    hidden = "section:not(:has(h2.timeline)), header, footer { display: none }"
     page.write_text(text.replace("</style>", f"{hidden}</style>", 1).replace("<h2>Who", '<h2 class="timeline">Who'))
     timeline = picture.with_name("timeline.png")
     photograph(browser, page, timeline)

@@ -35,8 +35,8 @@ KINDS: Mapping[str, Kind] = {
         "max_kl",
         ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"),
         "the policy runs away from the reference, or from the policy that sampled",
-        "lower actor_rollout_ref.actor.optim.lr, or raise actor_rollout_ref.actor.kl_loss_coef (with use_kl_in_reward "
-        "algorithm.kl_ctrl.kl_coef)",
+        "lower actor_rollout_ref.actor.optim.lr, or raise actor_rollout_ref.actor.kl_loss_coef or "
+        "algorithm.kl_ctrl.kl_coef",
     ),
     "entropy": Kind(
         "min_entropy",
