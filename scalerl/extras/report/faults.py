@@ -69,7 +69,7 @@ def fault_figure(run: RunFiles, found: list[Fault]) -> Figure | None:
                 "marker": {"size": 11, "symbol": "diamond" if kind == CONTINUED else "x"},
             }
         )
-    made = layout("Faults and restarts", "time" if has_times else "step", "") | {"showlegend": False}
+    made: Figure = layout("Faults and restarts", "time" if has_times else "step", "") | {"showlegend": False}
     made["yaxis"] |= {"categoryorder": "array", "categoryarray": kinds[::-1]}
     made["height"] = 140 + 30 * len(kinds)
     if has_times:

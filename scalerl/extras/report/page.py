@@ -61,7 +61,7 @@ def check_installed() -> None:
 def page(run: RunFiles, other: RunFiles | None = None) -> str:
     """The HTML of a run's report.  other: a run that it is compared with."""
     import jinja2
-    from plotly.offline import get_plotlyjs
+    from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingImports]  # an optional package
 
     here = files(__package__ or "")
     scripts = [get_plotlyjs(), (here / "page.js").read_text(encoding="utf-8")]
