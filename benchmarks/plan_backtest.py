@@ -30,7 +30,7 @@ from scalerl.config.names import ACTOR, ROLLOUT
 from scalerl.config.value_checks import device_memory_bytes
 from scalerl.extras.plan.hardware import HARDWARE, Hardware
 from scalerl.extras.plan.plan import memory_plan
-from scalerl.extras.plan.seconds import StepSeconds, step_seconds
+from scalerl.extras.plan.seconds import StepSeconds, lengths_of, step_seconds
 from scalerl.extras.plan.servers import ServerBytes
 from scalerl.extras.plan.suggest import Change, changed
 from scalerl.extras.plan.tune import tuned
@@ -102,7 +102,7 @@ class Row:
         return plan.server
 
     def predicted(self, hardware: Hardware) -> StepSeconds:
-        return step_seconds(self.config, self.shapes, self.server, hardware, mean_response=self.mean)
+        return step_seconds(self.config, self.shapes, self.server, hardware, lengths_of(self.config, self.mean))
 
     def _change(self) -> Change:
         """The keys of the run.  rollout_is asks for a pass for the old log-probs."""

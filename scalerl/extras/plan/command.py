@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 USAGE = f"""\
 usage: scalerl plan [train | sft] [FILE.yaml] key=value ... [--device-memory MEMORY] [--summary]
        scalerl plan [FILE.yaml] key=value ... --tune --devices N --device-memory MEMORY
-       scalerl plan --calibrate FILE
+       scalerl plan --calibrate RUN
 
 Memory of each device of a run and seconds of a step, phase by phase, from its configuration and the config.json of its
 models: no device, no data (data.train_files and data.val_files may be missing) and no weights are needed. A run that
@@ -31,10 +31,11 @@ does not fit is refused with the nearest settings that do (exit code 2).
   --device-memory  {DEVICE_MEMORY_LIMIT}; the same as trainer.device_memory. Seconds are those
                    of the device that is named, of an H100 for a size
   --mean-response  tokens of a response on average; default: half of data.max_response_length
-  --hardware       a file with the rates of a device (--calibrate), in the place of the named one
+  --hardware       a file with the rates of a device (of --calibrate), in the place of the named one
   --tune           layouts of a run on N devices that fit, by tokens/s of each device, and why others do not
   --devices        devices of --tune, those of servers with devices of their own included
-  --calibrate      measures this machine's rates and writes them to FILE, for --hardware; takes a minute
+  --calibrate      reads the seconds of a run in its directory (trainer.default_local_dir), and writes hardware.yaml
+                   there: the rates with which the plan has the same seconds, for --hardware
   model.path       a directory with config.json, the path of such a file (configs/models has those of large models),
                    or a name on the hub, of which config.json alone is fetched
   --summary        what a run prints at its start, without the table
@@ -102,10 +103,10 @@ def _plan(cfg: PPOConfig | SFTConfig, asked: Arguments) -> int:
     # Of a device that is not known neither the rates are, nor the KV cache.
     is_known = asked.hardware is not None if on_cpu else bool(plan.concurrency)
     if isinstance(cfg, PPOConfig) and plan.server is not None and is_known:
-        from scalerl.extras.plan.seconds import step_seconds
+        from scalerl.extras.plan.seconds import lengths_of, step_seconds
 
         hardware = _hardware(cfg, asked)
-        step = step_seconds(cfg, shapes, plan.server, hardware, mean_response=asked.mean_response)
+        step = step_seconds(cfg, shapes, plan.server, hardware, lengths_of(cfg, asked.mean_response))
         print(seconds_table(step, hardware, only_total=asked.only_summary))
     print(fit_line(plan))
     if violations:
@@ -125,7 +126,7 @@ _VALUES = {
     "--mean-response": "a number of tokens above 0, such as 800",
     "--hardware": "a file that scalerl plan --calibrate has written",
     "--devices": "a number of devices, such as 64",
-    "--calibrate": "a file to write, such as here.yaml",
+    "--calibrate": "the directory of a finished run (trainer.default_local_dir)",
 }
 
 

@@ -18,7 +18,7 @@ from scalerl.models.sizes import ITEMSIZE, num_parameters
 # Points of time at which the rounds of a batch that runs empty are looked at.
 _POINTS = 200
 # What a round waits for; then the sums over the devices of a server, and its process.
-_LIMITS = ("weights and KV cache", "products", "least of layers")
+_LIMITS = ("weights and KV cache", "products", "least of a round")
 
 
 def generation_parts(

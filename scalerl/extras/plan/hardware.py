@@ -16,8 +16,8 @@ class Hardware:
     """The rates of one device. Bytes per second are in one direction.
 
     flops: of dense matrix products in 16 bits, per second.  memory_bandwidth: of its own memory.
-    node_size: devices that node_bandwidth connects with each other; further ones are reached by network_bandwidth, which
-    each device has for itself.  host_bandwidth: between the device and its host's memory.
+    node_size: devices that node_bandwidth connects with each other; further ones are reached by network_bandwidth,
+    which each device has for itself.  host_bandwidth: between the device and its host's memory.
     storage_bandwidth: of a node's files.
 
     The others are no data sheet's. dense_frac, mixture_frac: share of flops that passes of a dense model, and of a
@@ -110,9 +110,7 @@ def read_hardware(path: Path) -> Hardware:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
-        raise UserError(
-            f"--hardware {path}: cannot be read: {error}; make one with scalerl plan --calibrate"
-        ) from error
+        raise UserError(f"--hardware {path}: {error}; make one with scalerl plan --calibrate {path}") from error
     values = values if isinstance(values, dict) else {}
     wrong = sorted(values.keys() - known)
     wrong += [key for key, value in values.items() if key in known - {"name"} and not _is_rate(value)]
@@ -134,9 +132,6 @@ def _is_rate(value: Any) -> bool:
 
 def write_hardware(hardware: Hardware, path: Path) -> None:
     """Writes a YAML file for `read_hardware`."""
-    lines = [
-        f"{key}: {value if isinstance(value, (str, int)) else f'{value:.6e}'}"
-        for key, value in asdict(hardware).items()
-    ]
+    values = {key: f"{value:.6e}" if isinstance(value, float) else value for key, value in asdict(hardware).items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    path.write_text("".join(f"{key}: {value}\n" for key, value in values.items()), encoding="utf-8")

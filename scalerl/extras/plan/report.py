@@ -46,7 +46,8 @@ def fit_line(plan: MemoryPlan) -> str:
 
 def seconds_table(step: StepSeconds, hardware: Hardware, *, only_total: bool = False) -> str:
     """A predicted step, phase by phase, each by what it waits for."""
-    total = f"a step on {hardware.name} devices: {_short(step.total)} s predicted, {_short(step.tokens_per_s)} tokens/s a device"
+    rate = f"{_short(step.tokens_per_s)} tokens/s a device"
+    total = f"a step on {hardware.name} devices: {_short(step.total)} s predicted, {rate}"
     if only_total:
         return total
     lines = [total + (", generation beside the rest" if step.is_beside else "")]

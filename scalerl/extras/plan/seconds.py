@@ -68,15 +68,12 @@ def step_seconds(
     shapes: Mapping[str, ModelShape],
     server: ServerBytes,
     hardware: Hardware,
-    *,
-    mean_response: float | None = None,
+    lengths: Lengths,
 ) -> StepSeconds:
     """Predicts a step.  server: of the plan, with the size of its KV cache.
 
-    mean_response: tokens; None: RESPONSE_FRAC of data.max_response_length. Rewards, tools, the driver's own time and
-    validations are left out, and that a fast rank waits for a slow one.
+    Rewards, tools, the driver's own time and validations are left out, and that a fast rank waits for a slow one.
     """
-    lengths = lengths_of(cfg, mean_response)
     phases = {"gen": generation_parts(cfg, shapes["actor"], server, hardware, lengths)}
     return step_of(cfg, phases | training_parts(cfg, shapes, hardware, lengths), lengths)
 
@@ -92,8 +89,11 @@ def step_of(cfg: PPOConfig, phases: Mapping[str, Parts], lengths: Lengths) -> St
     )
 
 
-def lengths_of(cfg: PPOConfig, mean_response: float | None) -> Lengths:
-    """The lengths of a step's samples; prompts of data.max_prompt_length."""
+def lengths_of(cfg: PPOConfig, mean_response: float | None = None) -> Lengths:
+    """The lengths of a step's samples; prompts of data.max_prompt_length.
+
+    mean_response: tokens; None: RESPONSE_FRAC of data.max_response_length.
+    """
     limit = cfg.data.max_response_length
     if cfg.actor_rollout_ref.rollout.ignore_eos:
         return Lengths(cfg.data.max_prompt_length, limit, limit)

@@ -37,6 +37,7 @@ _CP_TOKENS = 2048
 _MOST_PP, _MOST_TP = 16, 8
 # Of the nodes, those that servers with devices of their own may have.
 _SERVER_SHARES = (1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4)
+_NO_CACHE = "rollout servers: their weights leave too small a KV cache"
 _MEGATRON = f"{ACTOR}.megatron"
 _MICRO = f"{ACTOR}.max_tokens_per_micro_batch"
 
@@ -75,7 +76,7 @@ def tune(
     hardware: Hardware,
     mean_response: float | None = None,
 ) -> str:
-    """The table of `scalerl plan --tune`.  Raises UserError for devices that cannot be divided, or of unknown memory."""
+    """The table of `scalerl plan --tune`.  Raises UserError for devices that do not divide, or of unknown memory."""
     memory_bytes = known_memory(cfg.trainer, "cpu")
     if memory_bytes is None:
         raise UserError("--tune: which layouts fit is not known; give --device-memory, such as h100")
@@ -101,6 +102,7 @@ def tuned(
     Once the slowest of those that are shown is faster than what the next can be, all others are slower.
     """
     fell_out: Counter[str] = Counter()
+    lengths = lengths_of(cfg, mean_response)
     candidates = _candidates(cfg, shapes, devices, hardware, memory_bytes, mean_response, fell_out)
     candidates.sort(key=lambda candidate: -candidate.least.tokens_per_s)
     best: list[Tuned] = []
@@ -113,13 +115,13 @@ def tuned(
         if reason is None:
             plan = memory_plan(candidate.config, shapes, memory_bytes=memory_bytes)
             reason = _reason(candidate.config, plan, memory_bytes)
-            if reason is not None and not reason.startswith("rollout"):
+            if reason is not None and reason != _NO_CACHE:
                 too_large[_trainer_text(candidate.config)] = reason
         if reason is not None:
-            fell_out[reason.partition(": ")[0] if reason.startswith("rollout") else reason] += 1
+            fell_out[reason] += 1
             continue
         assert plan.server is not None
-        step = step_seconds(candidate.config, shapes, plan.server, hardware, mean_response=mean_response)
+        step = step_seconds(candidate.config, shapes, plan.server, hardware, lengths)
         best.append(Tuned(candidate.change, candidate.config, step, plan))
         best.sort(key=lambda one: -one.step.tokens_per_s)
     return Tuning(best[:_SHOWN], fell_out)
@@ -130,7 +132,7 @@ def _reason(cfg: PPOConfig, plan: MemoryPlan, memory_bytes: int) -> str | None:
     if problems := plan.problems():
         pool, _, what = problems[0].partition(": ")
         if pool == "rollout servers":
-            return f"rollout servers' weights leave too small a KV cache: {what}"
+            return _NO_CACHE
         return f"{pool.partition(',')[0]}: {what.partition(' takes ')[0]} takes more than {memory_bytes / GIB:.1f} GiB"
     broken = violations_of(cfg, device="cuda")
     return _short(broken[0]) if broken else None
@@ -166,6 +168,9 @@ def _candidates(
                 continue
             training = training_parts(config, shapes, hardware, lengths)
             for server, gen in servers:
+                if gen is None:
+                    fell_out[_NO_CACHE] += 1
+                    continue
                 whole = changed(config, server)
                 least = step_of(whole, {"gen": gen} | training, lengths)
                 found.append(_Candidate(pool | layout | server, whole, least))
@@ -247,8 +252,11 @@ def _ends(num_layers: int, pp_size: int) -> tuple[int | None, int | None]:
 
 def _servers(
     cfg: PPOConfig, shape: ModelShape, hardware: Hardware, memory_bytes: int, mean_response: float | None
-) -> Iterator[tuple[Change, Parts]]:
-    """The sizes of servers that fill the nodes, with their seconds if they had all of the memory."""
+) -> Iterator[tuple[Change, Parts | None]]:
+    """The sizes of servers that fill the nodes, with their seconds if they had all of the memory.
+
+    None: even then the longest sample does not fit their KV cache.
+    """
     pool = cfg.trainer if cfg.actor_rollout_ref.hybrid_engine else cfg.actor_rollout_ref.rollout.resource_pool
     lengths = lengths_of(cfg, mean_response)
     for tp_size in _powers(pool.num_devices):
@@ -258,8 +266,8 @@ def _servers(
         if room.num_replicas * tp_size != pool.num_devices:
             continue
         server = server_bytes(shape, config.actor_rollout_ref.rollout, memory_bytes)
-        if (server.kv_tokens or 0) >= longest_sample(cfg):
-            yield change, generation_parts(config, shape, server, hardware, lengths)
+        is_room = (server.kv_tokens or 0) >= longest_sample(cfg)
+        yield change, generation_parts(config, shape, server, hardware, lengths) if is_room else None
 
 
 def _trainer_text(cfg: PPOConfig) -> str:
@@ -283,7 +291,8 @@ def _table(
         f"{devices} {hardware.name} devices of {memory_bytes / GIB:.1f} GiB, responses of {lengths.mean:.0f} tokens on "
         f"average, {lengths.limit} at most"
     )
-    yield f"tokens/s a device  step, s{''.join(f'{n:>5}' for n in ('dp', 'tp', 'cp', 'pp', 'ep'))}  recompute   servers  peak, GiB  waits most for"
+    sizes = "".join(f"{name:>5}" for name in ("dp", "tp", "cp", "pp", "ep"))
+    yield f"tokens/s a device  step, s{sizes}  recompute   servers  peak, GiB  waits most for"
     for one in found.best:
         rollout = one.config.actor_rollout_ref.rollout
         peak = max(device.peak.num_bytes for device in one.plan.devices)

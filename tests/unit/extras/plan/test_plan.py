@@ -22,7 +22,7 @@ from scalerl.extras.plan.command import main
 from scalerl.extras.plan.hardware import HARDWARE
 from scalerl.extras.plan.plan import MemoryPlan, memory_plan
 from scalerl.extras.plan.report import plan_table, summary
-from scalerl.extras.plan.seconds import has_logprob_pass, step_seconds
+from scalerl.extras.plan.seconds import has_logprob_pass, lengths_of, step_seconds
 from scalerl.models import ModelShape
 from scalerl.models.adapters import ALL_LINEAR, Adapter, resolve_targets
 from scalerl.parallel.layout import Layout
@@ -311,7 +311,8 @@ def test_an_update_of_an_adapter_takes_a_pass_less() -> None:
 
     def seconds(own: Adapter | None, granularity: str) -> float:
         cfg = config(*LORA, f"{MEGATRON}.recompute_granularity={granularity}")
-        return step_seconds(cfg, {"actor": replace(shape, adapter=own), "ref": shape}, planned.server, H100S).total
+        models = {"actor": replace(shape, adapter=own), "ref": shape}
+        return step_seconds(cfg, models, planned.server, H100S, lengths_of(cfg)).total
 
     a_pass = seconds(None, "full") - seconds(None, "null")
     assert 0.8 * a_pass < seconds(None, "full") - seconds(adapter, "full") < a_pass
@@ -416,7 +417,7 @@ def test_seconds_count_the_passes_that_a_step_makes() -> None:
     planned = memory_plan(one, shapes(), memory_bytes=H100)
     assert has_logprob_pass(two) and not has_logprob_pass(one)
     assert planned.server is not None
-    phases = [step_seconds(cfg, shapes(), planned.server, H100S).phases for cfg in (two, one)]
+    phases = [step_seconds(cfg, shapes(), planned.server, H100S, lengths_of(cfg)).phases for cfg in (two, one)]
     assert phases[0].keys() - phases[1].keys() == {"old_log_prob"}
     two.algorithm.rollout_correction.bypass_mode = True
-    assert step_seconds(two, shapes(), planned.server, H100S).phases.keys() == phases[1].keys()
+    assert step_seconds(two, shapes(), planned.server, H100S, lengths_of(two)).phases.keys() == phases[1].keys()
