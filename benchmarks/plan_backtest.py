@@ -297,6 +297,10 @@ def draw() -> None:
         predicted = [row.predicted(HARDWARE[row.hardware]).total for row in chosen]
         axes.scatter([row.seconds for row in chosen], predicted, s=22, color=color, label=name)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="published seconds", ylabel="predicted seconds")
+    ticks = [50, 100, 200, 500]
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set_yticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
     axes.legend(frameon=False)
     _keep(figure, "planned")
     figure, axes = pyplot.subplots(figsize=(7, 4.5))

@@ -19,6 +19,7 @@ from scalerl.extras.plan.passes import added
 from scalerl.extras.plan.plan import memory_plan
 from scalerl.extras.plan.seconds import StepSeconds, step_seconds
 from scalerl.extras.plan.servers import ServerBytes
+from scalerl.extras.plan.shapes import shapes_of
 from scalerl.models import ModelShape
 from scalerl.models.flops import measured_matmul_peak
 
@@ -61,8 +62,6 @@ class MeasuredRun:
     @classmethod
     def read(cls, run_dir: Path) -> MeasuredRun:
         """Reads trainer.default_local_dir of a run.  Raises UserError where there is none, or one of too few steps."""
-        from scalerl.extras.plan.command import shapes_of
-
         config_file, metrics_file = run_dir / RESOLVED_CONFIG, run_dir / METRICS_FILE
         missing = [file.name for file in (config_file, metrics_file) if not file.is_file()]
         if missing:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scalerl.config import ConfigError, PPOConfig, SFTConfig, composed, model_roles, violations_of
-from scalerl.config.errors import ErrorCollector
+from scalerl.config import ConfigError, PPOConfig, SFTConfig, composed, violations_of
 from scalerl.config.value_checks import DEVICE_MEMORY_LIMIT
-from scalerl.data.model_source import model_directory
 from scalerl.errors import UserError
-from scalerl.models import Head, ModelShape
 
 if TYPE_CHECKING:
     from scalerl.extras.plan.hardware import Hardware
@@ -78,6 +74,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     cfg = composed(asked.kind, [*_UNREAD[asked.kind], *asked.overrides], rules=False).config
     if asked.tune:
+        from scalerl.extras.plan.shapes import shapes_of
         from scalerl.extras.plan.tune import tune
 
         assert asked.devices is not None and isinstance(cfg, PPOConfig)
@@ -89,6 +86,7 @@ def main(argv: Sequence[str]) -> int:
 def _plan(cfg: PPOConfig | SFTConfig, asked: Arguments) -> int:
     from scalerl.extras.plan.check import checked_plan, known_memory
     from scalerl.extras.plan.report import fit_line, plan_table, seconds_table, summary
+    from scalerl.extras.plan.shapes import shapes_of
     from scalerl.trainer.checks.models import layouts_violations
 
     on_cpu = cfg.trainer.device == "cpu"
@@ -179,41 +177,3 @@ def _take(asked: Arguments, option: str, value: str) -> None:
             asked.mean_response = number
         else:
             asked.devices = int(number)
-
-
-def _shape(path: str, key: str) -> ModelShape:
-    """The shape of a model, by the path of a config.json, or as `model_directory` finds it.  Raises ValueError."""
-    file = Path(path)
-    if file.suffix == ".json" and file.is_file():
-        return ModelShape.from_config(json.loads(file.read_text(encoding="utf-8")))
-    return ModelShape.from_hf(model_directory(path, key, config_alone=True))
-
-
-def shapes_of(cfg: PPOConfig | SFTConfig) -> Mapping[str, ModelShape]:
-    """The shape of each role's model, with the head of the role; config.json alone is read, no weights.
-
-    Raises ConfigError for models that cannot be read.
-    """
-    paths: dict[str, tuple[str, str, Head]] = {}
-    if isinstance(cfg, SFTConfig):
-        paths["actor"] = (cfg.model.path, "model.path", "lm")
-    else:
-        paths["actor"] = (cfg.actor_rollout_ref.model.path, "actor_rollout_ref.model.path", "lm")
-        for role in model_roles(cfg):
-            paths[role.name] = (str(role.model_path), role.model_key, role.head)
-    shapes, violations = {}, []
-    for name, (path, key, head) in paths.items():
-        if name != "actor" and path == paths["actor"][0] and "actor" not in shapes:
-            # It has been said of the actor's.
-            continue
-        try:
-            shapes[name] = _shape(path, key).with_head(head)
-        except ValueError as error:
-            violations.append(str(error) if str(error).startswith(key) else f"{key} = {path}: {error}")
-    from scalerl.trainer.checks.models import trained_shape
-
-    errors = ErrorCollector()
-    shapes |= {name: trained_shape(errors, cfg, shapes[name], name) for name in ("actor", "critic") if name in shapes}
-    if violations := [*dict.fromkeys(violations), *errors.violations]:
-        raise ConfigError(violations)
-    return shapes
