@@ -55,8 +55,8 @@ def assert_samples_are_of(model: Model, outputs: list[GenerateOutput]) -> None:
         logprobs = model.logits([*prompt, *output.output_ids])[len(prompt) - 1 : -1].log_softmax(-1)
         assert logprobs.argmax(-1).tolist() == output.output_ids
         expected = logprobs.gather(1, ids[:, None])[:, 0]
-        # Two ranks of a server add up in another order.
-        torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-5, rtol=1e-5)
+        # As without an adapter (test_cpu_attention): SGLang adds up in another order.
+        torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=2.5e-5, rtol=0)
 
 
 def differences(
