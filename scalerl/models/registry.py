@@ -16,11 +16,13 @@ from scalerl.models import (
     mistral,
     mixtral,
     qwen2,
+    qwen2_5_vl,
     qwen3,
     qwen3_5,
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    qwen3_vl,
     seed_oss,
     smollm3,
 )
@@ -44,6 +46,8 @@ _MODULES = (
     seed_oss,
     smollm3,
     minimax_m2,
+    qwen2_5_vl,
+    qwen3_vl,
 )
 _RELEASED = (qwen3_5.RELEASED, qwen3_5_moe.RELEASED)
 FAMILIES: dict[str, Family] = {

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from scalerl.models.shape import ModelShape
+    from scalerl.models.vision import VisionModel
 
 Kind = Literal["replicated", "column", "row", "qkv", "delta", "gate_up", "vocab"]
 StagePart = Literal["first", "layer", "last"]
@@ -37,7 +38,9 @@ Where = Literal["every", "dense", "mixture", "linear", "full"]
 # A model tensor's key in a distributed checkpoint is this and Param.name.
 CHECKPOINT_MODEL_PREFIX = "model."
 # How the keys of a model begin in a checkpoint of its own; those of its optimizer begin with `optimizer.`.
-CHECKPOINT_MODEL_ROOTS = ("embedding.", "decoder.", "output_layer.")
+CHECKPOINT_MODEL_ROOTS = ("embedding.", "vision_tower.", "decoder.", "output_layer.")
+# The vision tower's module in the model.
+TOWER_MODULE = "vision_tower"
 # Beginning of the names of a model's tensors in Hugging Face files.
 HF_MODEL = "model."
 # Name of a layer's mixture of experts in the models of transformers 5, whatever the files call it.
@@ -96,6 +99,8 @@ def dim_sizes(shape: ModelShape) -> dict[str, int]:
     }
     if shape.linear_layers:
         sizes |= _delta_sizes(shape)
+    if shape.vision:
+        sizes |= _tower_sizes(shape.vision)
     if shape.kv_lora_rank is None:
         return sizes
     heads = shape.num_attention_heads
@@ -126,6 +131,21 @@ def _delta_sizes(shape: ModelShape) -> dict[str, int]:
         "delta_ba": 2 * value_heads,
         "delta_taps": shape.linear_conv_kernel_dim,
         "one": 1,
+    }
+
+
+def _tower_sizes(vision: VisionModel) -> dict[str, int]:
+    """Sizes of a vision tower."""
+    return {
+        "tower": vision.hidden_size,
+        "tower_qkv": 3 * vision.hidden_size,
+        "tower_ffn": vision.intermediate_size,
+        "tower_merged": vision.merge_size**2 * vision.hidden_size,
+        "tower_out": vision.out_hidden_size,
+        "tower_positions": vision.num_positions,
+        "channels": vision.in_channels,
+        "frames": vision.temporal_patch_size,
+        "patch": vision.patch_size,
     }
 
 
@@ -515,6 +535,41 @@ class ParamPattern:
         return Param(fill(self.name), hf, self.kind, self.dims, layer, stage_part, expert, *flags)
 
 
+# A tensor of a vision tower: its name in the module, or in a block of it, and its named dimensions.
+TowerTensor = tuple[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Tower:
+    """A vision tower, which is transformers' module, as data.
+
+    prefix: how the names of its tensors in the files begin.
+    tensors: those of no block.  block, deepstack: those of each block, and of each that feeds a layer of the language
+    model.
+    defaults: what transformers takes for keys that vision_config leaves out.
+    image_token_id, sections, interleaved: of `VisionModel`; the first two where config.json has none.
+    """
+
+    prefix: str
+    tensors: tuple[TowerTensor, ...]
+    block: tuple[TowerTensor, ...]
+    defaults: Mapping[str, Any]
+    image_token_id: int
+    sections: tuple[int, int, int]
+    interleaved: bool
+    deepstack: tuple[TowerTensor, ...] = ()
+
+    def params(self, vision: VisionModel) -> Iterator[Param]:
+        """The tower's tensors; each rank of the first stage has them whole."""
+        parts = [("", self.tensors)]
+        parts += [(f"blocks.{block}.", self.block) for block in range(vision.depth)]
+        parts += [(f"deepstack_merger_list.{i}.", self.deepstack) for i in range(len(vision.deepstack_blocks))]
+        for path, tensors in parts:
+            for name, dims in tensors:
+                hf = (f"{self.prefix}{path}{name}",)
+                yield Param(f"{TOWER_MODULE}.{path}{name}", hf, "replicated", (dims,), None, "first")
+
+
 # Head of critics and reward models: transformers' *ForSequenceClassification with one label.
 VALUE_HEAD = ParamPattern("output_layer.weight", ("score.weight",), "replicated", (("value", "hidden"),))
 
@@ -540,6 +595,7 @@ class Family:
     nope_layers: no_rope_layers, or no_rope_layer_interval, says which layers have no rotary embedding.
     sliding_layers: layer_types says which layers see `sliding_window` tokens alone.
     facts: fields of ModelShape that are the same for every model of the family.
+    tower: the vision tower that is part of the model (None: it has none, or leaves it as it is).
     """
 
     model_type: str
@@ -562,6 +618,7 @@ class Family:
     sliding_layers: bool = False
     nope_layers: bool = False
     facts: Mapping[str, Any] = field(default_factory=dict)
+    tower: Tower | None = None
 
     @property
     def expert_names(self) -> tuple[str, ...]:
@@ -578,11 +635,13 @@ class Family:
         return self.expert_names[0].partition(".")[0] if self.expert_names else MIXTURE_MODULE
 
     def params(self, shape: ModelShape) -> list[Param]:
-        """All parameters in the static export order: embedding, layers 0.., final norm, head.
+        """All parameters in the static export order: embedding, vision tower, layers 0.., final norm, head.
 
         With tied embeddings there is no head (Hugging Face stores none).  shape.head "value": VALUE_HEAD.
         """
         params = [rule.param(None, "first") for rule in self.first]
+        if self.tower and shape.vision:
+            params += self.tower.params(shape.vision)
         for i in range(shape.num_layers):
             rules = [rule for rule in self.layer if rule.exists(shape, i)]
             params += [rule.param(i, "layer") for rule in rules if not rule.of_expert]
