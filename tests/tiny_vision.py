@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import AddedToken
+from torch import Tensor
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -49,7 +51,7 @@ def make_tiny_vision_model(
     path: str | Path,
     family: str = "qwen3_vl",
     *,
-    num_layers: int = 3,
+    num_layers: int = 4,
     rope_theta: float = 10000.0,
     tied: bool = False,
     seed: int = 0,
@@ -57,9 +59,7 @@ def make_tiny_vision_model(
 ) -> Path:
     """Writes config, safetensors and tokenizer to `path`; returns it.  Biases and norms are random too."""
     tokenizer = tiny_vision_tokenizer()
-    ids = dict(
-        zip((START, END, IMAGE, VIDEO), tokenizer.convert_tokens_to_ids([START, END, IMAGE, VIDEO]), strict=True)
-    )
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in (START, END, IMAGE, VIDEO)}
     text = dict(
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
@@ -103,3 +103,30 @@ def make_tiny_vision_model(
 def load_tiny_vision_model(path: Path, family: str, **arguments: Any) -> PreTrainedModel:
     """transformers' model of one that `make_tiny_vision_model` wrote."""
     return FAMILIES[family][1].from_pretrained(path, dtype=torch.float32, **arguments)
+
+
+def picture_rows(family: str, pictures: Sequence[Sequence[tuple[int, int]]], seed: int = 11) -> list[dict[str, Tensor]]:
+    """Rows of words and pictures, as a processor makes them: input_ids, pixel_values and image_grid_thw of each.
+
+    pictures: of each row, the patches of its pictures in height and width.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    start, end, image, _ = range(VOCAB_SIZE - 4, VOCAB_SIZE)
+    numbers = 3 * 2 * _TOWERS[family]["patch_size"] ** 2
+    rows = []
+    for of_row in pictures:
+        ids: list[int] = []
+        for height, width in (*of_row, (0, 0)):
+            num_words = int(torch.randint(2, 9, (), generator=generator))
+            ids += torch.randint(3, 260, (num_words,), generator=generator).tolist()
+            if height:
+                ids += [start, *[image] * (height * width // 4), end]
+        patches = sum(height * width for height, width in of_row)
+        rows.append(
+            {
+                "input_ids": torch.tensor(ids),
+                "pixel_values": torch.randn(patches, numbers, generator=generator),
+                "image_grid_thw": torch.tensor([(1, *size) for size in of_row], dtype=torch.int32).view(-1, 3),
+            }
+        )
+    return rows

@@ -114,7 +114,10 @@ def _expert_problems(shape: ModelShape, targets: Sequence[str]) -> Iterator[str]
 
 
 def trained_params(shape: ModelShape) -> list[Param]:
-    """The parameters that are trained and saved, in order: all, or those of the adapter, and a value head."""
+    """The parameters that are saved, in order: all, or those of the adapter, and a value head.
+
+    They are trained, but for a frozen vision tower.
+    """
     params = family_of(shape).params(shape)
     if shape.adapter is None:
         return params
@@ -138,11 +141,12 @@ def adapter_params(shape: ModelShape) -> list[Param]:
 def counted_trained_params(shape: ModelShape) -> Iterator[tuple[Param, int]]:
     """The parameters that have a gradient, counted as `sizes.counted_params`.
 
-    With an adapter: its own, and a value head.
+    With an adapter: its own, and a value head. Not a frozen vision tower.
     """
     for param, count in counted_params(shape):
         if shape.adapter is None:
-            yield from [(param, count)] if param.has_gradient else []
+            is_frozen = shape.frozen_tower and param.of_tower
+            yield from [(param, count)] if param.has_gradient and not is_frozen else []
             continue
         yield from ((part, count) for pair in adapter_pairs(param, shape) if pair is not None for part in pair)
         if param.hf == VALUE_HEAD.hf:

@@ -10,6 +10,7 @@ from scalerl.models.table import Tower
 
 TOWER = Tower(
     prefix="visual.",
+    transformers_class="qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel",
     tensors=(
         ("patch_embed.proj.weight", ("tower", "channels", "frames", "patch", "patch")),
         ("merger.ln_q.weight", ("tower",)),

@@ -26,6 +26,7 @@ def _merger(path: str, normed: str) -> tuple[TowerTensor, ...]:
 
 TOWER = Tower(
     prefix="model.visual.",
+    transformers_class="qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionModel",
     tensors=(
         ("patch_embed.proj.weight", ("tower", "channels", "frames", "patch", "patch")),
         ("patch_embed.proj.bias", ("tower",)),

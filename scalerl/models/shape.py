@@ -94,7 +94,8 @@ class ModelShape:
     head: lm (next-token logits), or value (one number per token: critics and reward models; never tied).
     adapter: the low-rank adapter that is trained in the place of the weights (None: they are trained); not of
     config.json.
-    vision: the vision tower (None: none, or one that stays as it is).
+    vision: the vision tower (None: none, or one that stays as it is). frozen_tower: it is not trained; not of
+    config.json.
     """
 
     model_type: str
@@ -152,6 +153,7 @@ class ModelShape:
     head: Head = "lm"
     adapter: Adapter | None = None
     vision: VisionModel | None = None
+    frozen_tower: bool = False
 
     @classmethod
     def from_hf(cls, model_dir: str | Path) -> ModelShape:
@@ -236,10 +238,11 @@ class ModelShape:
                 "config.json's architectures name a value model (one number for every token), which predicts no words; "
                 "give a causal language model"
             )
-        if family_of(self).text_config:
+        if (family := family_of(self)).text_config:
+            without = "" if family.tower else f" (model_type {self.model_type}_text)"
             raise ValueError(
-                f"a {self.model_type} model, with its vision tower, cannot become a value model; give one without it "
-                f"(model_type {self.model_type}_text), or an estimator without a critic"
+                f"a {self.model_type} model, with its vision tower, cannot become a value model; give one without it"
+                f"{without}, or an estimator without a critic"
             )
         return replace(self, head="value", tie_word_embeddings=False)
 

@@ -202,6 +202,11 @@ class Param:
             return {self.hf[0]: (shape.num_experts, *columns, len(parts) * rows)}
         return dict(zip(self.hf, parts, strict=True))
 
+    @property
+    def of_tower(self) -> bool:
+        """Whether it is of the vision tower."""
+        return self.name.startswith(f"{TOWER_MODULE}.")
+
     def part_shapes(self, shape: ModelShape) -> list[tuple[int, ...]]:
         """The shapes of what it consists of: Hugging Face tensors, or one expert's parts of a stacked one."""
         sizes = dim_sizes(shape)
@@ -548,9 +553,11 @@ class Tower:
     model.
     defaults: what transformers takes for keys that vision_config leaves out.
     image_token_id, sections, interleaved: of `VisionModel`; the first two where config.json has none.
+    transformers_class: its class below transformers.models.
     """
 
     prefix: str
+    transformers_class: str
     tensors: tuple[TowerTensor, ...]
     block: tuple[TowerTensor, ...]
     defaults: Mapping[str, Any]
@@ -619,6 +626,11 @@ class Family:
     nope_layers: bool = False
     facts: Mapping[str, Any] = field(default_factory=dict)
     tower: Tower | None = None
+
+    @property
+    def leaves_tower(self) -> bool:
+        """Whether its files have a vision tower that is neither trained nor sent."""
+        return bool(self.text_config) and self.tower is None
 
     @property
     def expert_names(self) -> tuple[str, ...]:

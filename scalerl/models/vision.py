@@ -24,7 +24,6 @@ class VisionModel:
     a block outside of full_attention_blocks see alone (0: they see the whole picture).
     deepstack_blocks: blocks whose output is added to the hidden states after the language model's first layers.
     sections: pairs of a head that turn by the position in time, height and width. interleaved: these take turns.
-    frozen: the tower is not trained; not of config.json.
     """
 
     image_token_id: int
@@ -44,7 +43,6 @@ class VisionModel:
     window_size: int = 0
     full_attention_blocks: tuple[int, ...] = ()
     deepstack_blocks: tuple[int, ...] = ()
-    frozen: bool = False
 
     @property
     def numbers_per_patch(self) -> int:
