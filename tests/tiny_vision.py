@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from torch import Tensor
 from transformers import (
@@ -16,6 +17,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 from tests.tiny_models import BOS_ID, EOS_ID, PAD_ID, tiny_tokenizer
@@ -25,18 +28,15 @@ VOCAB_SIZE = 512
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
     "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
+    "qwen3_vl_moe": (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration),
 }
 # Of both towers: hidden size 32, patches merged by 2 x 2.
 _TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "initializer_range": 0.2}
-_TOWERS = {
-    # A window of two by two merged patches in the first block.
-    "qwen2_5_vl": {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]},
-    "qwen3_vl": {"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
-}
-_ROPES = {
-    "qwen2_5_vl": {"mrope_section": [2, 3, 3]},
-    "qwen3_vl": {"mrope_section": [4, 2, 2], "mrope_interleaved": True},
-}
+_QWEN3 = {"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+# A window of two by two merged patches in the first block.
+_QWEN2 = {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}
+_TOWERS: dict[str, dict[str, Any]] = {"qwen2_5_vl": _QWEN2, "qwen3_vl": _QWEN3, "qwen3_vl_moe": _QWEN3}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
 def tiny_vision_tokenizer() -> PreTrainedTokenizerFast:
@@ -60,7 +60,7 @@ def make_tiny_vision_model(
     """Writes config, safetensors and tokenizer to `path`; returns it.  Biases and norms are random too."""
     tokenizer = tiny_vision_tokenizer()
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in (START, END, IMAGE, VIDEO)}
-    text = dict(
+    text: dict[str, Any] = dict(
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
         intermediate_size=128,
@@ -73,10 +73,13 @@ def make_tiny_vision_model(
         pad_token_id=PAD_ID,
         initializer_range=initializer_range,
         tie_word_embeddings=tied,
-        rope_parameters={"rope_type": "default", "rope_theta": rope_theta, **_ROPES[family]},
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta, "mrope_section": [2, 3, 3]},
     )
     if family != "qwen2_5_vl":
         text["head_dim"] = 16
+        text["rope_parameters"] |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    if family == "qwen3_vl_moe":
+        text |= _EXPERTS
     config_class, model_class = FAMILIES[family]
     config = config_class(
         text_config=text,
@@ -96,6 +99,11 @@ def make_tiny_vision_model(
                     parameter.add_(0.1 * torch.randn_like(parameter))
     path = Path(path)
     model.save_pretrained(path)
+    if family == "qwen3_vl_moe":
+        # As published; transformers reads both orders of dimensions, and writes the other one.
+        stored = load_file(path / "model.safetensors")
+        stored = {name: x.transpose(1, 2).contiguous() if ".experts." in name else x for name, x in stored.items()}
+        save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save_pretrained(path)
     return path
 

@@ -23,6 +23,7 @@ from scalerl.models import (
     qwen3_moe,
     qwen3_next,
     qwen3_vl,
+    qwen3_vl_moe,
     seed_oss,
     smollm3,
 )
@@ -48,6 +49,7 @@ _MODULES = (
     minimax_m2,
     qwen2_5_vl,
     qwen3_vl,
+    qwen3_vl_moe,
 )
 _RELEASED = (qwen3_5.RELEASED, qwen3_5_moe.RELEASED)
 FAMILIES: dict[str, Family] = {

@@ -12,7 +12,7 @@ Megatron-Core layouts (local layer spec), `tp` tensor-parallel ranks:
 A tensor of an expert is split over the expert-tensor-parallel ranks instead, and one expert-parallel rank holds it.
 
 A Hugging Face tensor may have the experts of a layer stacked (`Param.stacked`): [experts, columns, rows], or
-[experts, rows] of biases. Gate and up then take turns in its last dimension.
+[experts, rows] of biases. Gate and up then take turns in its last dimension, or with `sections` follow each other.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Param:
     keeps_float32: stored, kept and exported as float32 whatever the model's dtype.
     joins_previous: an engine joins it with the tensor before it, and needs both in one bucket.
     sections: the named dimensions of the parts that the rows of each tensor in `hf` consist of: of kind delta, and of
-    kind gate_up where gate and up are one tensor.
+    kind gate_up where gate and up are one tensor; of a stacked one that they follow each other there.
     stacked: its one Hugging Face tensor has all experts of the layer; `hf` names it once for each part, and `dims` are
     those of the parts.
     """
@@ -277,15 +277,22 @@ class Param:
         """Yields this rank's parts of its expert, each [rows, columns] or [rows]; what is read is read once."""
         assert self.expert is not None, self.name
         *columns, rows = source.get_shape()[1:]
+        num_parts = len(self.hf)
+        of_rank = _span(columns[0], tp_rank, tp_size) if self.kind == "row" else slice(None)
+
+        def read(span: slice) -> torch.Tensor:
+            return source[self.expert, of_rank, span].transpose(0, 1) if columns else source[self.expert, span]
+
+        if self.sections:
+            size = rows // num_parts
+            span = _span(size, tp_rank, tp_size)
+            for start in range(0, rows, size):
+                yield read(slice(start + span.start, start + span.stop))
+            return
         by_rows = self.kind in ("gate_up", "column")
-        span = _span(rows, tp_rank, tp_size) if by_rows else slice(None)
-        if columns:
-            of_rank = _span(columns[0], tp_rank, tp_size) if self.kind == "row" else slice(None)
-            expert = source[self.expert, of_rank, span].transpose(0, 1)
-        else:
-            expert = source[self.expert, span]
-        for part in range(len(self.hf)):
-            yield expert[part :: len(self.hf)]
+        expert = read(_span(rows, tp_rank, tp_size) if by_rows else slice(None))
+        for part in range(num_parts):
+            yield expert[part::num_parts]
 
     def of_stack(self, full: torch.Tensor, shape: ModelShape) -> torch.Tensor:
         """The joined tensor as its expert has it in the stacked Hugging Face tensor: [columns, rows] or [rows]."""
@@ -325,7 +332,7 @@ class Param:
             return self._of_groups(out, shape)
         if self.kind == "gate_up":
             halves = list(out.chunk(2))
-            return [halves] if self.sections else [[half] for half in halves]
+            return [halves] if self.sections and not self.stacked else [[half] for half in halves]
         return [[out]]
 
     @property
