@@ -99,6 +99,7 @@ class MegatronEngine:
                 dtype=self.config.params_dtype,
                 recompute=config.recompute_granularity == "full",
                 sp_group=groups.tp if self.config.sequence_parallel else None,
+                always=bool(config.override_ddp_config.get("overlap_grad_reduce")),
             )
         if self.device == "cuda":
             for chunk in self.chunks:

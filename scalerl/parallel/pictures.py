@@ -140,11 +140,20 @@ def part_of(pictures: RowPictures, feature_t: Tensor, device: str, sp: tuple[int
 
 
 def add_tower(
-    chunk: torch.nn.Module, shape: ModelShape, model_path: str, *, dtype: torch.dtype, recompute: bool, sp_group: Any
+    chunk: torch.nn.Module,
+    shape: ModelShape,
+    model_path: str,
+    *,
+    dtype: torch.dtype,
+    recompute: bool,
+    sp_group: Any,
+    always: bool,
 ) -> None:
     """Adds the vision tower, whose weights are not set yet, to the first chunk of the model.
 
     recompute: its blocks keep no activations.  sp_group: of the tp ranks that share the tokens; None: they do not.
+    always: it computes in each micro-batch that is trained, one without pictures too: ranks that exchange gradients as
+    they come (overlap_grad_reduce) need those of every parameter, and in one order.
     """
     vision = shape.vision
     assert vision is not None
@@ -153,7 +162,7 @@ def add_tower(
     if recompute and not shape.frozen_tower:
         tower.gradient_checkpointing_enable({"use_reentrant": False})
     chunk.add_module(TOWER_MODULE, tower)
-    chunk.register_forward_pre_hook(partial(_embed, sp_group), with_kwargs=True)
+    chunk.register_forward_pre_hook(partial(_embed, sp_group, vision if always else None), with_kwargs=True)
     layers: Any = chunk.get_submodule("decoder.layers")
     for number in range(len(vision.deepstack_blocks)):
         layers[number].register_forward_hook(partial(_add_deepstack, number), with_kwargs=True)
@@ -173,21 +182,29 @@ def _make(shape: ModelShape, model_path: str, dtype: torch.dtype) -> Any:
         return made._from_config(AutoConfig.from_pretrained(model_path).vision_config, dtype=dtype)
 
 
-def _embed(sp_group: Any, chunk: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _embed(
+    sp_group: Any, always: VisionModel | None, chunk: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """Embeds the words, and the pictures in the place of their placeholders, before the model's own forward pass."""
     input_ids, position_ids, _ = args
     embedded = chunk.embedding(input_ids, position_ids)
     tower = chunk.get_submodule(TOWER_MODULE)
     pictures: Pictures | None = kwargs["packed_seq_params"].pictures
-    trained = [parameter for parameter in tower.parameters() if parameter.requires_grad]
+    is_trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in tower.parameters())
+    if pictures is None and is_trained and always is not None:
+        pictures = _nowhere(always, embedded.device)
     if pictures is not None:
-        with torch.set_grad_enabled(bool(trained) and torch.is_grad_enabled()):
+        with torch.set_grad_enabled(is_trained):
             features = _features(tower, pictures, embedded.dtype, sp_group)
-        rows = features[pictures.features, None]
-        embedded = embedded.index_copy(0, pictures.places, rows)
-    elif trained and torch.is_grad_enabled():
-        embedded = _WithoutPictures.apply(embedded, *trained)
+        embedded = embedded.index_copy(0, pictures.places, features[pictures.features, None])
     return args, kwargs | {"decoder_input": embedded}
+
+
+def _nowhere(vision: VisionModel, device: torch.device) -> Pictures:
+    """The smallest picture, in the place of no token: its gradients are zeros."""
+    side = vision.merge_size
+    no_tokens = torch.empty(0, dtype=torch.int64, device=device)
+    return Pictures([torch.zeros(side**2, vision.numbers_per_patch)], [(1, side, side)], no_tokens, no_tokens)
 
 
 def _features(tower: Any, pictures: Pictures, dtype: torch.dtype, sp_group: Any) -> Tensor:
@@ -224,19 +241,6 @@ class _Features(torch.autograd.Function):
             # Each tp rank has the gradient of its own tokens.
             dist.all_reduce(grads, group=ctx.sp_group)
         return None, None, *grads.unbind()
-
-
-class _WithoutPictures(torch.autograd.Function):
-    """Gives the tower's parameters zeros as gradients: megatron waits for that of every parameter."""
-
-    @staticmethod
-    def forward(ctx: Any, embedded: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.parameters = parameters
-        return embedded.view_as(embedded)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return grad, *(parameter.new_zeros(()).expand_as(parameter) for parameter in ctx.parameters)
 
 
 def _add_deepstack(number: int, _layer: Any, _args: Any, kwargs: dict[str, Any], output: tuple[Tensor, Any]) -> Any:
