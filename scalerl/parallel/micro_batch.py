@@ -131,7 +131,7 @@ def pack_rows(
     packed_ids = torch.zeros(total, dtype=torch.int64)
     packed_ids[token_indices] = ids.values
     positions = (torch.arange(total) - cu_padded[:-1].repeat_interleave(cu_padded.diff()))[None]
-    of_rows = None if vision is None else pictures_of_rows(batch, rows, vision)
+    of_rows = pictures_of_rows(batch, rows, vision)
     feature_P = torch.full((total,), -1)
     if of_rows is not None:
         positions = positions.repeat(3, 1)

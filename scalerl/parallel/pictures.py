@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from scalerl.batch.columns import IMAGE_GRID_THW, INPUT_IDS, PIXEL_VALUES, RESPONSE_MASK
 from scalerl.batch.data_proto import DataProto
@@ -59,13 +60,16 @@ class RowPictures:
     feature_T: Tensor
 
 
-def pictures_of_rows(batch: DataProto, rows: Sequence[int], vision: VisionModel) -> RowPictures | None:
+def pictures_of_rows(batch: DataProto, rows: Sequence[int], vision: VisionModel | None) -> RowPictures | None:
     """The pictures of these rows of a batch, in their order; None if they have none.
 
-    A placeholder that the policy sampled is a word.  Raises ValueError naming a row whose tokens and pictures differ.
+    A placeholder that the policy sampled is a word.  Raises ValueError naming a row whose tokens and pictures differ,
+    or whose pictures the model cannot see (vision None).
     """
-    if PIXEL_VALUES.name not in batch.tokens:
+    if PIXEL_VALUES.name not in batch.tokens or not len(batch[IMAGE_GRID_THW].select(rows).values):
         return None
+    if vision is None:
+        raise ValueError(f"one of the rows {list(rows)} of the batch has a picture, and the model sees none")
     sampled = batch.tokens.get(RESPONSE_MASK.name)
     pixels: list[Tensor] = []
     grids: list[Grid] = []
@@ -88,7 +92,7 @@ def pictures_of_rows(batch: DataProto, rows: Sequence[int], vision: VisionModel)
         pixels += patches
         grids += of_row
         sizes += of_pictures
-    return RowPictures(pixels, grids, sizes, torch.cat(positions, 1), torch.cat(features)) if grids else None
+    return RowPictures(pixels, grids, sizes, torch.cat(positions, 1), torch.cat(features))
 
 
 def positions_of(is_picture_T: Tensor, grids: Sequence[Grid], vision: VisionModel) -> Tensor:
@@ -157,10 +161,10 @@ def add_tower(
     """
     vision = shape.vision
     assert vision is not None
-    tower = _make(shape, model_path, dtype)
+    tower = make_tower(shape, model_path, dtype)
     tower.requires_grad_(not shape.frozen_tower)
     if recompute and not shape.frozen_tower:
-        tower.gradient_checkpointing_enable({"use_reentrant": False})
+        keep_no_activations(tower)
     chunk.add_module(TOWER_MODULE, tower)
     chunk.register_forward_pre_hook(partial(_embed, sp_group, vision if always else None), with_kwargs=True)
     layers: Any = chunk.get_submodule("decoder.layers")
@@ -169,7 +173,14 @@ def add_tower(
     chunk.register_forward_hook(_forget_deepstack, with_kwargs=True)
 
 
-def _make(shape: ModelShape, model_path: str, dtype: torch.dtype) -> Any:
+def keep_no_activations(tower: Any) -> None:
+    """Makes the blocks compute their forward pass again in the backward pass."""
+    # gradient_checkpointing_enable does this too, and warns of embeddings that a tower does not have.
+    tower._set_gradient_checkpointing(gradient_checkpointing_func=partial(checkpoint, use_reentrant=False))
+
+
+def make_tower(shape: ModelShape, model_path: str, dtype: torch.dtype) -> Any:
+    """transformers' module of the vision tower in the model's config.json; its weights are not set."""
     from transformers import AutoConfig
     from transformers.initialization import no_init_weights
 

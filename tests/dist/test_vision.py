@@ -17,6 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from scalerl.batch.data_proto import DataProto, Jagged
+from scalerl.merge import merge
+from scalerl.models import copy_beside_weights
 from tests.dist import layouts
 from tests.dist.launch import run_ranks
 from tests.dist.layouts import ONE
@@ -129,7 +131,10 @@ def token_weights(family: str) -> list[Tensor]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return {family: str(make_tiny_vision_model(tmp_path_factory.mktemp(family), family)) for family in FAMILIES}
+    paths = {family: make_tiny_vision_model(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+    for path in paths.values():
+        (path / "preprocessor_config.json").write_text("{}")
+    return {family: str(path) for family, path in paths.items()}
 
 
 @pytest.fixture(scope="module")
@@ -227,6 +232,7 @@ class Trained:
 
     updates: list[dict[str, float]]
     weights: dict[str, Tensor]
+    logprobs: dict[int, Tensor]
     followed: list[dict[str, float]]
     followed_weights: dict[str, Tensor]
 
@@ -244,11 +250,11 @@ def train(
         restore.load_engine(trainee.engine, load)
     else:
         updates = [trainee.update() for _ in range(2)]
-    weights = trainee.weights()
+    weights, logprobs = trainee.weights(), trainee.logprobs()
     if save is not None:
         checkpoint.save_engine(trainee.engine, save)
     followed = [trainee.update() for _ in range(2)]
-    return Trained(updates, weights, followed, trainee.weights())
+    return Trained(updates, weights, logprobs, followed, trainee.weights())
 
 
 def run(
@@ -278,6 +284,17 @@ def test_a_run_goes_on_bitwise_and_on_another_layout(models: dict[str, str], tmp
         for name, tensor in whole[0].weights.items():
             assert torch.equal(mine.weights[name], tensor), name
         assert mine.followed[0]["grad_norm"] == pytest.approx(whole[0].followed[0]["grad_norm"], rel=1e-5)
+    # As the trainer saves it: the files beside the weights, an image processor's among them.
+    copy_beside_weights(models[family], tmp_path / "saved" / "huggingface")
+    merge(tmp_path / "saved", tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert merged.keys() == start.keys() and (tmp_path / "merged" / "preprocessor_config.json").is_file()
+    assert [name for name in merged if not torch.equal(merged[name], whole[0].weights[name])] == []
+    hf = load_tiny_vision_model(tmp_path / "merged", family)
+    logprobs = {row: values for rank in whole for row, values in rank.logprobs.items()}
+    with torch.no_grad():
+        for number, row in enumerate(picture_rows(family, PICTURES)):
+            torch.testing.assert_close(logprobs[number], of_transformers(hf, row), rtol=0, atol=ABSOLUTE)
 
 
 @pytest.mark.parametrize("family", mostly_full(FAMILIES, lambda family: family == "qwen2_5_vl"))

@@ -114,6 +114,13 @@ def test_a_rank_computes_the_pictures_of_its_own_tokens(vision: VisionModel) -> 
     assert max(numbers) < 4 and sum(numbers) >= 4
 
 
+def test_a_model_that_sees_no_pictures() -> None:
+    batch = batch_of([[], [(2, 2)]])
+    assert pack_rows(batch, [0], device="cpu").packing.pictures is None
+    with pytest.raises(ValueError, match=r"one of the rows \[1, 0\] of the batch has a picture, and the"):
+        pack_rows(batch, [1, 0], device="cpu")
+
+
 def test_a_placeholder_that_the_policy_sampled_is_a_word(vision: VisionModel) -> None:
     batch = batch_of([[(4, 4)], []])
     ids = [torch.cat([batch.tokens["input_ids"][row], torch.tensor([vision.image_token_id, 5])]) for row in range(2)]
