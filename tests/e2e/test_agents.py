@@ -183,7 +183,7 @@ def test_256_agents_at_once_lose_and_double_nothing(inputs: Inputs, kept: Kept, 
     "name",
     [
         # Another conversation of the first is trained by the tests above.
-        pytest.param(name, marks=[pytest.mark.full] if name != "in_a_thread" else [])
+        pytest.param(name, marks=[pytest.mark.full] if name == "agent" else [])
         for name in re.findall(r"^(?:async )?def (\w+)\(base_url", PAGE, re.MULTILINE)
     ],
 )

@@ -21,6 +21,7 @@ from tests.e2e.test_kill_and_resume import STEPS, assert_same_samples, assert_sa
 RESPONSE = 48
 # A request's whole time on a busy machine, and what a hang costs a test, twice.
 REQUEST_TIMEOUT_S = 12
+MODEL = "actor_rollout_ref.model"
 FAULTS = ("rollout/num_restarts", "rollout/num_resubmitted")
 
 
@@ -199,9 +200,18 @@ def test_the_only_server_dies_again_and_again_and_ends_the_run_with_its_last_wor
 
 
 @pytest.mark.full
-def test_a_real_sglang_server_dies(inputs: Inputs, start_job: StartJob, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "trained",
+    [
+        pytest.param([], id="all weights"),
+        # The new server has the model from its files, and gets the adapter.
+        pytest.param([f"{MODEL}.lora_rank=4", "actor_rollout_ref.rollout.verify_weights_every=1"], id="an adapter"),
+    ],
+)
+def test_a_real_sglang_server_dies(inputs: Inputs, start_job: StartJob, tmp_path: Path, trained: list[str]) -> None:
     run_dir = tmp_path / "run"
     more = [
+        *trained,
         "actor_rollout_ref.rollout.name=sglang",
         "actor_rollout_ref.rollout.num_replicas=1",
         "actor_rollout_ref.rollout.request_timeout_s=120",

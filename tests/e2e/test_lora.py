@@ -6,9 +6,11 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from scalerl.checkpoint.pieces import DIST_CKPT
 from scalerl.checkpoint.torch_dist import DistCheckpoint
@@ -18,6 +20,8 @@ from tests.e2e.jobs import Inputs, Pause, Record, main_ppo
 from tests.e2e.kept import Kept
 from tests.e2e.test_sft import overrides as sft_overrides
 from tests.lanes import mostly_full
+from tests.unit.merge.test_merge_adapters import IDS, logits
+from tests.unit.merge.test_merge_adapters import run as merge
 
 STEPS = 4
 MODEL = "actor_rollout_ref.model"
@@ -157,3 +161,17 @@ def test_a_killed_run_goes_on(
     assert finished.code == 0, finished.tail()
     assert f"resumed from {run_dir / 'global_step_2'}" in finished.stdout
     assert_same_run(run_dir, expected)
+
+
+@pytest.mark.full
+def test_the_adapter_of_a_run_is_a_directory_of_peft(
+    inputs: Inputs, uninterrupted: Callable[[str], Path], tmp_path: Path, peft: ModuleType
+) -> None:
+    """With the model below it, it is the model that `--merge-adapters` writes."""
+    actor = uninterrupted("dp2") / f"global_step_{STEPS}" / "actor"
+    assert merge(actor, tmp_path / "peft") == 0 == merge(actor, tmp_path / "whole", "--merge-adapters")
+    base = AutoModelForCausalLM.from_pretrained(inputs.model, dtype=torch.float32)
+    with torch.no_grad():
+        before, theirs = base(IDS).logits, peft.PeftModel.from_pretrained(base, tmp_path / "peft")(IDS).logits
+    torch.testing.assert_close(theirs, logits(tmp_path / "whole"), rtol=1e-5, atol=1e-5)
+    assert (theirs - before).abs().max() > 1e-3

@@ -18,11 +18,13 @@ from scalerl.config import compose
 from scalerl.config.schema import DataConfig
 from scalerl.data import RLHFDataset, create_rl_dataset
 
-PAGE = (Path(next(iter(scalerl.__path__))).parent / "docs" / "data.md").read_text(encoding="utf-8")
+DOCS = Path(next(iter(scalerl.__path__))).parent / "docs"
+PAGE = (DOCS / "data.md").read_text(encoding="utf-8")
+EXTENDING = (DOCS / "extending.md").read_text(encoding="utf-8")
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+def blocks(language: str, page: str = PAGE) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture
@@ -66,8 +68,8 @@ def test_the_commands_run(tokenizer):
 
 def test_the_class_runs_with_the_overrides_of_the_page(tmp_path, monkeypatch, tokenizer, write, make_row):
     monkeypatch.chdir(tmp_path)
-    (code,) = [block for block in blocks("python") if "class " in block]
-    Path("dataset.py").write_text(code)
+    (code,) = [block for block in blocks("python", EXTENDING) if block.startswith("# my_dataset.py\n")]
+    Path("my_dataset.py").write_text(code)
     overrides = re.search(r"`(data\.custom_cls\.path=.*?)`", PAGE).group(1).split()
     needed = [
         "data.train_files=a",
@@ -76,8 +78,8 @@ def test_the_class_runs_with_the_overrides_of_the_page(tmp_path, monkeypatch, to
         "actor_rollout_ref.rollout.n=2",
     ]
     config = compose("ppo", [*needed, *overrides]).data
-    path = write([make_row("x" * n, truth=str(n)) for n in (9, 3, 5)])
-    assert [row.ground_truth for row in create_rl_dataset(path, tokenizer, config)] == ["3", "5", "9"]
+    path = write([make_row("x" * n, truth=str(n)) for n in (9, 3, 5, 4)])
+    assert [row.ground_truth for row in create_rl_dataset(path, tokenizer, config)] == ["9", "5"]
 
 
 def test_the_copy_runs(tmp_path, monkeypatch):

@@ -41,6 +41,8 @@ def test_a_shape_has_the_adapter_that_is_asked_for(mixture: ModelShape) -> None:
     shape, violations = adapted(mixture, lora_alpha=4.0, target_modules=["v_proj", "q_proj"])
     assert violations == [] and shape.adapter == Adapter(2, 4.0, ("q_proj", "v_proj"))
     assert adapted(mixture, lora_rank=0) == (mixture, [])
+    rest = adapted(mixture, exclude_modules=["gate_proj", "up_proj"])[0]
+    assert rest.adapter is not None and rest.adapter.targets == (*ATTENTION, "down_proj")
 
 
 def test_projections_that_the_model_does_not_have_are_named_with_the_section(mixture: ModelShape) -> None:
