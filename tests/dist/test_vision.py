@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +20,8 @@ from transformers import PreTrainedModel
 
 from scalerl.batch.data_proto import DataProto, Jagged
 from scalerl.merge import merge
-from scalerl.models import copy_beside_weights
+from scalerl.models import ModelShape, copy_beside_weights
+from scalerl.models.adapters import PEFT_PREFIX, Adapter, read_peft_config, resolve_targets, write_peft
 from tests.dist import layouts
 from tests.dist.launch import run_ranks
 from tests.dist.layouts import ONE
@@ -80,7 +83,15 @@ def objective(logprobs_T: Tensor, _: Tensor, columns: dict[str, Tensor]) -> tupl
 class Trainee:
     """One rank of a layout with its rows.  megatron: fields of MegatronConfig."""
 
-    def __init__(self, family: str, path: str, layout: dict[str, int], freeze: bool = False, **megatron: Any) -> None:
+    def __init__(
+        self,
+        family: str,
+        path: str,
+        layout: dict[str, int],
+        freeze: bool = False,
+        adapter: Adapter | None = None,
+        **megatron: Any,
+    ) -> None:
         from scalerl.config.schema import MegatronConfig, OptimConfig
         from scalerl.parallel.engine import MegatronEngine
         from scalerl.parallel.layout import Layout, initialize
@@ -95,7 +106,8 @@ class Trainee:
         # So large that it never clips.
         optim = OptimConfig(lr=1e-3, clip_grad=1e9)
         config = MegatronConfig(**{"dtype": "float32"} | megatron)
-        self.engine = MegatronEngine(path, config, self.groups, optim=optim, freeze_vision_tower=freeze)
+        beside = {"freeze_vision_tower": freeze, "adapter": adapter}
+        self.engine = MegatronEngine(path, config, self.groups, optim=optim, **beside)
 
     def logprobs(self) -> dict[int, Tensor]:
         outputs = self.engine.logprobs(self.shard, self.micro_batches, temperature=TEMPERATURE)
@@ -228,11 +240,12 @@ def test_gradient(measured: list[FromEngine], family: str, hf: PreTrainedModel) 
 
 @dataclass
 class Trained:
-    """What a rank has after updates, and what follows a load of the checkpoint that it saved."""
+    """What a rank has after updates, and what follows a load of the checkpoint that it saved.  adapter: its tensors."""
 
     updates: list[dict[str, float]]
     weights: dict[str, Tensor]
     logprobs: dict[int, Tensor]
+    adapter: dict[str, Tensor]
     followed: list[dict[str, float]]
     followed_weights: dict[str, Tensor]
 
@@ -251,10 +264,11 @@ def train(
     else:
         updates = [trainee.update() for _ in range(2)]
     weights, logprobs = trainee.weights(), trainee.logprobs()
+    tensors = dict(trainee.engine.export_adapter()) if options.get("adapter") else {}
     if save is not None:
         checkpoint.save_engine(trainee.engine, save)
     followed = [trainee.update() for _ in range(2)]
-    return Trained(updates, weights, logprobs, followed, trainee.weights())
+    return Trained(updates, weights, logprobs, tensors, followed, trainee.weights())
 
 
 def run(
@@ -317,3 +331,29 @@ def test_recompute_changes_no_number(models: dict[str, str], measured_on: Callab
         for rank, expected in zip(measured_on("tp2", recompute_granularity=granularity), plain, strict=True):
             for name, gradient in expected[family].gradients.items():
                 torch.testing.assert_close(rank[family].gradients[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("family", mostly_full(DENSE, lambda family: family == "qwen2_5_vl"))
+def test_an_adapter_is_of_the_language_model_alone(models: dict[str, str], tmp_path: Path, family: str) -> None:
+    """Some projections of Qwen2.5-VL's tower have the names of the language model's."""
+    shape = ModelShape.from_hf(models[family])
+    adapter = Adapter(3, 5.0, resolve_targets(shape, "all-linear"))
+    ranks = run(family, models, "tp2", adapter=adapter)
+    start = load_file(Path(models[family]) / "model.safetensors")
+    assert all(torch.equal(start[name], tensor) for name, tensor in of_tower(ranks[0].followed_weights).items())
+    hf, tensors = load_tiny_vision_model(Path(models[family]), family), ranks[0].adapter
+    names = [name.removesuffix(".lora_A.weight") for name in tensors if ".lora_A." in name]
+    with torch.no_grad():
+        for name in names:
+            # peft's names are those of transformers' modules.
+            weight = hf.get_parameter(f"{name.removeprefix(PEFT_PREFIX)}.weight")
+            weight += adapter.scale * tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
+        for number, row in enumerate(picture_rows(family, PICTURES)):
+            torch.testing.assert_close(ranks[0].logprobs[number], of_transformers(hf, row), rtol=0, atol=ABSOLUTE)
+    write_peft(tmp_path, adapter, tensors)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    modules = [name for name, _ in hf.named_modules() if name.split(".")[-1] in config["target_modules"]]
+    assert {name for name in modules if not re.fullmatch(config["exclude_modules"], name)} == {
+        name.removeprefix(PEFT_PREFIX) for name in names
+    }
+    assert read_peft_config(tmp_path, shape) == adapter
