@@ -48,6 +48,8 @@ TEMPERATURE = 0.7
 ABSOLUTE = 1e-5
 # Norm of the difference over norm of the gradient, per tensor.
 GRADIENT_RELATIVE = 1e-5
+# bfloat16 has 8 bits: over the tower, four layers and log-probs of about 6 that is some hundredths.
+BFLOAT16_MEAN, BFLOAT16_MAX = 0.02, 0.1
 # Of the job that this process runs.
 groups_of_job: list[Any] = []
 
@@ -235,6 +237,18 @@ def test_gradient(measured: list[FromEngine], family: str, hf: PreTrainedModel) 
         assert rank.update["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
+@pytest.mark.shows("log-probs", "train step", layout="one", dtype="bfloat16")
+@pytest.mark.parametrize("family", mostly_full(DENSE, lambda family: family == "qwen3_vl"))
+@torch.no_grad()
+def test_bfloat16_is_near(measured_on: Callable, hf: PreTrainedModel, family: str) -> None:
+    half, whole = measured_on("one", dtype="bfloat16")[0][family], measured_on("one")[0][family]
+    rows = picture_rows(family, PICTURES)
+    errors = torch.cat([half.logprobs[number] - of_transformers(hf, row) for number, row in enumerate(rows)])
+    assert 0 < float(errors.abs().mean()) < BFLOAT16_MEAN
+    assert float(errors.abs().max()) < BFLOAT16_MAX
+    assert half.update["grad_norm"] == pytest.approx(whole.update["grad_norm"], rel=0.05)
+
+
 # --- several updates ---
 
 
@@ -286,7 +300,8 @@ def of_tower(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("family", mostly_full(FAMILIES, lambda family: family == "qwen3_vl"))
 def test_a_run_goes_on_bitwise_and_on_another_layout(models: dict[str, str], tmp_path: Path, family: str) -> None:
     """With an exchange of gradients that waits for those of every parameter: one dp rank has no picture."""
-    overlap = {"override_ddp_config": {"overlap_grad_reduce": True, "bucket_size": 5000}}
+    ddp = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 5000}
+    overlap = {"override_ddp_config": ddp}
     whole = run(family, models, "dp2", save=tmp_path / "saved", **overlap)
     start = load_file(Path(models[family]) / "model.safetensors")
     assert not any(torch.equal(start[name], tensor) for name, tensor in of_tower(whole[0].weights).items())
@@ -324,11 +339,18 @@ def test_a_frozen_tower_stays_as_it_is(models: dict[str, str], tmp_path: Path, f
 
 
 @pytest.mark.parametrize("family", mostly_full(DENSE, lambda family: family == "qwen3_vl"))
-def test_recompute_changes_no_number(models: dict[str, str], measured_on: Callable, family: str) -> None:
-    """Layers that compute their forward pass again see the deepstack's features, and pass their gradients on once."""
+def test_recompute_and_whole_sequences_change_no_number(measured_on: Callable, family: str) -> None:
+    """Layers that compute their forward pass again see the deepstack's features, and pass their gradients on once.
+
+    Without sequence parallelism each tp rank has the gradients of all tokens.
+    """
     plain = measured_on("tp2")
-    for granularity in ("full", "selective"):
-        for rank, expected in zip(measured_on("tp2", recompute_granularity=granularity), plain, strict=True):
+    for options in (
+        {"recompute_granularity": "full"},
+        {"recompute_granularity": "selective"},
+        {"sequence_parallel": False},
+    ):
+        for rank, expected in zip(measured_on("tp2", **options), plain, strict=True):
             for name, gradient in expected[family].gradients.items():
                 torch.testing.assert_close(rank[family].gradients[name], gradient, rtol=1e-5, atol=1e-7)
 
