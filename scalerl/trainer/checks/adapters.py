@@ -99,11 +99,6 @@ def served_adapter_violations(cfg: PPOConfig, shape: ModelShape, *, device: str)
         return
     policy = cfg.actor_rollout_ref
     yield from ENGINES[policy.rollout.name].adapter_violations(policy.rollout, shape, section=ROLLOUT, device=device)
-    if shape.vision is not None:
-        yield (
-            f"actor_rollout_ref.model.lora.merge = false: is untried with a {shape.model_type} model, which sees "
-            "pictures; set actor_rollout_ref.model.lora.merge=true"
-        )
     if weight_block(read_config(policy.model.path)) is not None:
         yield (
             f"actor_rollout_ref.model.lora.merge = false: servers would read the model below the adapter from "
