@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -293,6 +294,7 @@ def mfu(flops: float, seconds: float, num_devices: int, peak: float | None) -> f
     return flops / (seconds * num_devices * peak)
 
 
+@cache
 def flops_shape(shape: ModelShape) -> FlopsShape:
     """The sizes of a model, and of its head, that its floating-point operations follow from."""
     whole = FlopsShape(

@@ -108,6 +108,10 @@ class MlflowBackend:
         table = json.loads(json.dumps(table, default=str))
         self._submit({"kind": "table", "file": f"{metric_name(name)}/step_{step}.json", "table": table})
 
+    def tag(self, name: str, value: str) -> None:
+        """Sets a tag of the run."""
+        self._submit({"kind": "tag", "name": metric_name(name), "value": value})
+
     def finish(self, status: str) -> None:
         """Ends the run with status, and delivers waiting records within half of finish_timeout_s."""
         self._system.stop()
