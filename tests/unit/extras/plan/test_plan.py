@@ -306,7 +306,8 @@ def test_experts_have_adapters_on_their_ranks() -> None:
 def test_an_update_of_an_adapter_takes_a_pass_less() -> None:
     """That of the weights' gradients, less what adapters and attention have too: full recompute takes a whole one."""
     planned, shape = adapted(f"{MEGATRON}.param_offload=true"), shapes()["actor"]
-    assert (server := planned.server) is not None
+    server = planned.server
+    assert server is not None
     adapter = Adapter(32, 16.0, resolve_targets(shape, ALL_LINEAR))
 
     def seconds(own: Adapter | None, granularity: str) -> float:
