@@ -1,5 +1,7 @@
 """The columns of a step's batch: name, dtype, shape and meaning of each. T tokens of prompt and response, S rows.
 
+Rows of pictures have lengths that say nothing of the tokens (`Jagged.per_token`): N patches, I pictures of all rows.
+
 A row is a sample, or one trajectory of a sample that has several (`episodes`).
 
 `shard[OLD_LOGPROBS]` is the `Jagged` of a token column or the array of a sample column. A run may have more columns:
@@ -20,7 +22,7 @@ V = TypeVar("V", Jagged, np.ndarray)
 
 @dataclass(frozen=True)
 class Column(Generic[V]):
-    """A column of a batch.  dtype: of numpy and torch.  shape: T, or S, and trailing dimensions."""
+    """A column of a batch.  dtype: of numpy and torch.  shape: S of a sample column, else rows and their dimensions."""
 
     name: str
     dtype: str
@@ -63,6 +65,9 @@ SELECTED = _tokens("selected", "bool", "whether the token has one of the greates
 TEACHER_IDS = _tokens("teacher_ids", "int32", "words that the reference model finds likeliest there", "T, k")
 TEACHER_LOGPROBS = _tokens("teacher_logprobs", "float32", "log-probs of these words by the reference model", "T, k")
 ROUTED_EXPERTS = _tokens("routed_experts", "uint8", "experts that routers chose (models/routing.py)", "T, layers, k")
+# --- pictures of the rows: what the data brings; absent where no row of the batch has a picture ---
+PIXEL_VALUES = _tokens("pixel_values", "float32", "patches of the pictures, by the model's processor", "N, numbers")
+IMAGE_GRID_THW = _tokens("image_grid_thw", "int32", "patches of each picture in time, height and width", "I, 3")
 
 # --- samples: what the rollout makes ---
 UID = _samples("uid", "int64", "number of the sample's group, unique in a run")
@@ -87,6 +92,8 @@ DATA_SOURCE = _samples("data_source", "object", "the data set that the prompt co
 REWARD_STYLE = _samples("reward_style", "object", "rule, model or judge: who scores the sample")
 REWARD_EXTRA = _samples("reward_extra", "object", "dict that the reward function returned with the score")
 REWARD_ERROR = _samples("reward_error", "object", "why the reward function failed; empty: it did not")
+# Absent where no row of the batch has a picture.
+PICTURE_PATCHES = _samples("picture_patches", "object", "patches of each of the row's pictures, a tuple")
 # --- samples: what the trainer makes ---
 BASELINE_SCORE = _samples("baseline_score", "float64", "reward of a greedy response to the prompt (remax)")
 REWARDS = _samples("rewards", "float64", "score and penalty, less the KL with use_kl_in_reward")

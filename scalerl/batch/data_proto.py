@@ -45,7 +45,7 @@ class DataProto:
 
     def __getitem__(self, column: Column[V]) -> V:
         """The column.  Raises KeyError for a column that the batch does not have."""
-        found = self.tokens.get(column.name) if column.shape.startswith("T") else self.samples.get(column.name)
+        found = self.samples.get(column.name) if column.shape == "S" else self.tokens.get(column.name)
         if found is None:
             known = sorted(self.tokens.keys() | self.samples.keys())
             raise KeyError(f"the batch has no {column.name} [{column.shape}]; it has {known}")

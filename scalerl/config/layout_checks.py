@@ -24,6 +24,7 @@ class ModelSizes:
     attention_sinks, biased_experts: as gpt-oss has them; scalerl's own attention and experts compute them alone.
     num_experts: 0 for a dense model.  ffn_hidden_size: of dense layers, 0 where every layer is a mixture.
     linear_num_key_heads: of gated delta nets, 0 for a model without them.
+    deepstack_layers: the first layers, which are fed by the vision tower too.
     """
 
     num_attention_heads: int
@@ -37,6 +38,7 @@ class ModelSizes:
     linear_num_key_heads: int = 0
     attention_sinks: bool = False
     biased_experts: bool = False
+    deepstack_layers: int = 0
 
 
 def layout_violations(
@@ -66,7 +68,8 @@ def layout_violations(
     violations = list(_indivisible(f"{prefix}.tensor_model_parallel_size", layout.tp_size, widths))
     violations += _context(sizes, layout, megatron, prefix)
     violations += _delta_nets(sizes, layout, megatron, prefix)
-    violations += layout.pipeline_violations(sizes.num_layers, prefix)
+    of_pipeline = layout.pipeline_violations(sizes.num_layers, prefix)
+    violations += of_pipeline or _deepstack(sizes, layout, prefix)
     violations += _experts(sizes, layout, megatron, prefix)
     violations += _without_transformer_engine(sizes, megatron, prefix)
     if rollout_tp is not None:
@@ -162,6 +165,25 @@ def _delta_nets(sizes: ModelSizes, layout: LayoutSizes, megatron: MegatronConfig
             f"{prefix}.cp_comm_type = {megatron.cp_comm_type}: is of attention alone, and this model has gated delta "
             f"nets; set {prefix}.cp_comm_type=null"
         )
+
+
+def _deepstack(sizes: ModelSizes, layout: LayoutSizes, prefix: str) -> list[str]:
+    """Refuses a pipeline whose first stage, which has the vision tower, has fewer layers than the tower feeds."""
+    here, needed = layout.chunks(sizes.num_layers)[0], sizes.deepstack_layers
+    if here >= needed:
+        return []
+    # Of the keys that make it so small, the ones to leave out.
+    keys = {
+        "virtual_pipeline_model_parallel_size": layout.vpp_size if layout.vpp_size > 1 else None,
+        "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
+    }
+    others = "".join(f", {prefix}.{name}=null" for name, value in keys.items() if value is not None)
+    key = f"{prefix}.pipeline_model_parallel_size"
+    return [
+        f"{key} = {layout.pp_size}: leaves {here} layers to the first chunk of the first stage, and the vision tower "
+        f"feeds the model's first {needed}; set {key}=1{others}, or give the first chunk {needed} layers"
+    ]
 
 
 def _experts(sizes: ModelSizes, layout: LayoutSizes, megatron: MegatronConfig, prefix: str) -> Iterator[str]:

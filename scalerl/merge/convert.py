@@ -90,7 +90,7 @@ def merge(
         raise ValueError(f"{actor_dir} has a whole model and no adapter; leave out --merge-adapters")
     shape = replace(ModelShape.from_hf(hf_dir), adapter=adapter)
     family = family_of(shape)
-    if family.text_config and hf_model_path is None and adapter is None:
+    if family.leaves_tower and hf_model_path is None and adapter is None:
         raise ValueError(
             f"{hf_dir} is of a {family.model_type} model, whose files hold {' and '.join(family.untrained)}*, which a "
             "run does not train; give --hf_model_path, the model that the run began from, to copy them"
@@ -215,7 +215,7 @@ def _untrained(model_dir: str | Path | None, family: Family) -> Iterator[dict[st
         return
     with HFWeights(model_dir) as weights:
         found = {name: weights.unread(name) for name in weights.names() if name.startswith(family.untrained)}
-        if family.text_config and not found:
+        if family.leaves_tower and not found:
             raise ValueError(
                 f"{model_dir} has no tensor {' or '.join(family.untrained)}*, which the files of a {family.model_type} "
                 "model hold; give --hf_model_path the model that the run began from"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from scalerl.models.registry import family_of
 from scalerl.models.sizes import counted_params
-from scalerl.models.table import HF_MODEL, VALUE_HEAD, Param
+from scalerl.models.table import HF_MODEL, VALUE_HEAD, Family, Param
 from scalerl.models.weights import ADAPTER_NAME
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
 # How peft begins the name of a tensor, before the name that the matrix has in the model's files.
 PEFT_PREFIX = "base_model.model."
+# How transformers' module of a model with a vision tower begins the names of its language model.
+_OF_VISION_MODEL = "model.language_model."
 _A, _B = "lora_A", "lora_B"
 _WEIGHT = ".weight"
 # What Mixtral and MiniMax-M2 call the gate, down and up projections of an expert.
@@ -52,6 +54,8 @@ _REFUSED_KEYS: dict[str, Any] = {
     "target_parameters": [],
 }
 _OF_EXPERTS = ".experts."
+# The modules of a vision tower, as a pattern of peft.
+_TOWER = r".*\.visual\..*"
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,10 @@ def _expert_problems(shape: ModelShape, targets: Sequence[str]) -> Iterator[str]
 
 
 def trained_params(shape: ModelShape) -> list[Param]:
-    """The parameters that are trained and saved, in order: all, or those of the adapter, and a value head."""
+    """The parameters that are saved, in order: all, or those of the adapter, and a value head.
+
+    They are trained, but for a frozen vision tower.
+    """
     params = family_of(shape).params(shape)
     if shape.adapter is None:
         return params
@@ -138,11 +145,12 @@ def adapter_params(shape: ModelShape) -> list[Param]:
 def counted_trained_params(shape: ModelShape) -> Iterator[tuple[Param, int]]:
     """The parameters that have a gradient, counted as `sizes.counted_params`.
 
-    With an adapter: its own, and a value head.
+    With an adapter: its own, and a value head. Not a frozen vision tower.
     """
     for param, count in counted_params(shape):
         if shape.adapter is None:
-            yield from [(param, count)] if param.has_gradient else []
+            is_frozen = shape.frozen_tower and param.of_tower
+            yield from [(param, count)] if param.has_gradient and not is_frozen else []
             continue
         yield from ((part, count) for pair in adapter_pairs(param, shape) if pair is not None for part in pair)
         if param.hf == VALUE_HEAD.hf:
@@ -154,18 +162,19 @@ def adapter_pairs(param: Param, shape: ModelShape) -> list[tuple[Param, Param] |
 
     Tensor parallelism splits A where it splits the columns of the matrix, and B where it splits the rows.
     """
-    adapter, prefix = shape.adapter, family_of(shape).prefix
+    adapter, family = shape.adapter, family_of(shape)
     assert adapter is not None, "a shape with an adapter"
     return [
-        _pair(param, number, prefix) if _is_projection(param, hf) and _leaf(hf) in adapter.targets else None
+        _pair(param, number, family) if _is_projection(param, hf) and _leaf(hf) in adapter.targets else None
         for number, hf in enumerate(param.hf)
     ]
 
 
-def _pair(param: Param, number: int, prefix: str) -> tuple[Param, Param]:
-    """prefix: of names in the files; where these have other parts too, peft's names are of the language model alone."""
+def _pair(param: Param, number: int, family: Family) -> tuple[Param, Param]:
+    """peft's names are those of transformers' module, whatever the files have: of a model with its tower, or of the
+    language model alone where the files have other parts too."""
     hf, (rows, columns) = param.hf[number].removesuffix(_WEIGHT), param.dims[number]
-    hf = HF_MODEL + hf.removeprefix(prefix)
+    hf = (_OF_VISION_MODEL if family.tower else HF_MODEL) + hf.removeprefix(family.prefix)
     sections = (param.sections[number],) if param.sections else ()
     # One of two tensors, each of which is split over its rows.
     by_rows = "column" if param.kind == "gate_up" and not sections else param.kind
@@ -227,6 +236,9 @@ def write_peft(
 def write_peft_config(directory: Path, adapter: Adapter, names: Collection[str], base_model: str | None = None) -> None:
     """Writes adapter_config.json.  names: peft's, of the adapter's tensors."""
     config = adapter_config(adapter, base_model) | _keys_of_experts(adapter, names)
+    if any(name.startswith(PEFT_PREFIX + _OF_VISION_MODEL) for name in names):
+        # Projections of the tower have such names, too.
+        config["exclude_modules"] = _TOWER
     text = json.dumps(config, indent=2) + "\n"
     (directory / ADAPTER_NAME).write_text(text, encoding="utf-8")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -19,14 +19,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from scalerl.models.adapters import counted_trained_params
+from scalerl.models.registry import family_of
 from scalerl.models.shape import ModelShape
 from scalerl.models.table import VALUE_HEAD
+from scalerl.models.vision import VisionModel
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import ArrayLike
 
 logger = logging.getLogger(__name__)
+
+# Of each sequence, the patches of each of its pictures.
+Patches = Iterable[Sequence[int]]
 
 # FLOP/s of dense matrix products as the vendors' data sheets state them, without structured sparsity:
 # (name, bfloat16 and float16 with float32 accumulation, float32 without TF32). First match counts.
@@ -59,6 +64,38 @@ _warned: set[tuple[str, str]] = set()
 
 
 @dataclass(frozen=True)
+class TowerFlops:
+    """The sizes of a vision tower that determine its matrix products.
+
+    patch_params: weights that one patch is multiplied with.  merged_params: those of a square of merge_size x
+    merge_size patches.  num_blocks: those whose patches see the whole picture; num_window_blocks: those whose patches
+    see window_patches at most.  trained: it has a backward pass.
+    """
+
+    patch_params: int
+    merged_params: int
+    merge_size: int
+    hidden_size: int
+    num_blocks: int
+    num_window_blocks: int
+    window_patches: int
+    trained: bool
+
+    def forward(self, patches: Iterable[int]) -> float:
+        """FLOPs of a forward pass over pictures of so many patches."""
+        return float(sum(self._forward(number) for number in patches))
+
+    def train(self, patches: Iterable[int]) -> float:
+        """FLOPs of a forward pass, and of a backward pass unless the tower is frozen."""
+        return self.forward(patches) * (3 if self.trained else 1)
+
+    def _forward(self, patches: int) -> float:
+        seen = self.num_blocks * patches + self.num_window_blocks * min(patches, self.window_patches)
+        merged = self.merged_params * patches / self.merge_size**2
+        return 2 * (self.patch_params * patches + merged) + 4 * self.hidden_size * patches * seen
+
+
+@dataclass(frozen=True)
 class FlopsShape:
     """The sizes of a decoder that determine its matrix products.
 
@@ -74,6 +111,8 @@ class FlopsShape:
     num_sliding_layers: layers whose tokens see the last sliding_window tokens alone.
     adapter_params: weights of adapters that one token is multiplied with. They are trained then, and of the model's own
     weights those of a value head.
+    tower: that of a model which sees pictures. Patches, where a method takes them, are those of each of a sequence's
+    pictures; None: no sequence has any.
     """
 
     num_layers: int
@@ -104,6 +143,7 @@ class FlopsShape:
     num_sliding_layers: int = 0
     sliding_window: int = 0
     adapter_params: int = 0
+    tower: TowerFlops | None = None
 
     def as_critic(self) -> FlopsShape:
         """The same model with a value head of width 1 in place of the vocabulary."""
@@ -166,7 +206,7 @@ class FlopsShape:
         qk_dim = self.qk_nope_head_dim + self.qk_rope_head_dim if mla else self.head_dim
         return 2 * self.num_heads * (qk_dim + (self.v_head_dim if mla else self.head_dim))
 
-    def forward_each(self, seq_lens: ArrayLike) -> np.ndarray:
+    def forward_each(self, seq_lens: ArrayLike, patches: Patches | None = None) -> np.ndarray:
         """[S] FLOPs of a forward pass over each sequence of these lengths (tokens), logits of every token included."""
         lengths = np.asarray(seq_lens, dtype=np.int64)
         # A causal mask leaves s * (s + 1) / 2 pairs; a window of the tokens after the first w leaves w of each.
@@ -175,24 +215,30 @@ class FlopsShape:
         pairs = (self._num_attending - self.num_sliding_layers) * (lengths * (lengths + 1) // 2)
         pairs += self.num_sliding_layers * near
         per_token = 2 * self.matmul_params + self._state_flops
-        return (per_token * lengths + self._flops_per_pair * pairs).astype(float)
+        flops = (per_token * lengths + self._flops_per_pair * pairs).astype(float)
+        if self.tower is not None and patches is not None:
+            flops += np.array([self.tower.forward(of_row) for of_row in patches])
+        return flops
 
-    def forward(self, seq_lens: Iterable[int]) -> float:
+    def forward(self, seq_lens: Iterable[int], patches: Patches | None = None) -> float:
         """FLOPs of one forward pass over sequences of these lengths (tokens), logits of every token included."""
-        return float(self.forward_each(list(seq_lens)).sum())
+        return float(self.forward_each(list(seq_lens), patches).sum())
 
     def backward(self, seq_lens: Iterable[int]) -> float:
-        """FLOPs of the backward pass: two products (gradients of input and weight) for each in the forward pass.
+        """FLOPs of the backward pass without pictures: two products (gradients of input and weight) for each before.
 
         One, of the input, for a weight that is frozen beside an adapter.
         """
         lengths = list(seq_lens)
         return 2.0 * self.forward(lengths) - 2.0 * self._frozen_params * sum(lengths)
 
-    def train(self, seq_lens: Iterable[int]) -> float:
+    def train(self, seq_lens: Iterable[int], patches: Patches | None = None) -> float:
         """FLOPs of a forward and backward pass."""
         lengths = list(seq_lens)
-        return self.forward(lengths) + self.backward(lengths)
+        flops = self.forward(lengths) + self.backward(lengths)
+        if self.tower is not None and patches is not None:
+            flops += sum(self.tower.train(of_row) for of_row in patches)
+        return flops
 
 
 def device_peak_flops(device_name: str, dtype: str | torch.dtype) -> float | None:
@@ -279,8 +325,26 @@ def flops_shape(shape: ModelShape) -> FlopsShape:
         num_sliding_layers=sum(shape.sliding_layers),
         sliding_window=shape.sliding_window,
         adapter_params=0 if shape.adapter is None else _adapter_params(shape),
+        tower=None if shape.vision is None else _tower(shape, shape.vision),
     )
     return whole.as_critic() if shape.head == "value" else whole
+
+
+def _tower(shape: ModelShape, vision: VisionModel) -> TowerFlops:
+    matrices = [param for param in family_of(shape).params(shape) if param.of_tower and len(param.dims[0]) > 1]
+    sizes = {param.name: prod(param.joined_shape(shape)) for param in matrices if "pos_embed" not in param.name}
+    merged = sum(size for name, size in sizes.items() if "merger" in name)
+    num_blocks = len(vision.full_attention_blocks) if vision.window_size else vision.depth
+    return TowerFlops(
+        patch_params=sum(sizes.values()) - merged,
+        merged_params=merged,
+        merge_size=vision.merge_size,
+        hidden_size=vision.hidden_size,
+        num_blocks=num_blocks,
+        num_window_blocks=vision.depth - num_blocks,
+        window_patches=(vision.window_size // vision.patch_size) ** 2,
+        trained=not (shape.frozen_tower or shape.adapter),
+    )
 
 
 def _adapter_params(shape: ModelShape) -> int:

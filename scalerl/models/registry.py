@@ -16,11 +16,14 @@ from scalerl.models import (
     mistral,
     mixtral,
     qwen2,
+    qwen2_5_vl,
     qwen3,
     qwen3_5,
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    qwen3_vl,
+    qwen3_vl_moe,
     seed_oss,
     smollm3,
 )
@@ -44,6 +47,9 @@ _MODULES = (
     seed_oss,
     smollm3,
     minimax_m2,
+    qwen2_5_vl,
+    qwen3_vl,
+    qwen3_vl_moe,
 )
 _RELEASED = (qwen3_5.RELEASED, qwen3_5_moe.RELEASED)
 FAMILIES: dict[str, Family] = {

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from scalerl.models.mixture import Mixture
-from scalerl.models.table import HF_MODEL, Family, ParamPattern, Where
+from scalerl.models.table import HF_MODEL, Family, ParamPattern, TowerTensor, Where
 
 # Beginning of the names of layer i's tensors in Hugging Face files.
 _HF_LAYER = f"{HF_MODEL}layers.{{i}}."
@@ -129,6 +129,11 @@ def router(hf: str) -> ParamPattern:
 def experts(hf: str, parts: Sequence[str] = ("gate_proj", "up_proj", "down_proj")) -> tuple[ParamPattern, ParamPattern]:
     """The rules of an expert.  hf: its path inside the layer, with `{e}`."""
     return mlp("mlp.experts.local_experts.{e}", hf, "expert_ffn", where="mixture", parts=parts)
+
+
+def linear(name: str, rows: str, columns: str) -> tuple[TowerTensor, TowerTensor]:
+    """Weight and bias of a linear layer of a vision tower."""
+    return (f"{name}.weight", (rows, columns)), (f"{name}.bias", (rows,))
 
 
 def released(text: Family, model_type: str, *, stacks_experts: bool = False) -> Family:

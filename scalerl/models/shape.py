@@ -12,6 +12,7 @@ from scalerl.models.block_scales import weight_block
 from scalerl.models.mxfp4 import is_mxfp4
 from scalerl.models.registry import family_named, family_of
 from scalerl.models.table import Family
+from scalerl.models.vision import VisionModel, vision_config
 
 if TYPE_CHECKING:
     from scalerl.models.adapters import Adapter
@@ -93,6 +94,8 @@ class ModelShape:
     head: lm (next-token logits), or value (one number per token: critics and reward models; never tied).
     adapter: the low-rank adapter that is trained in the place of the weights (None: they are trained); not of
     config.json.
+    vision: the vision tower (None: none, or one that stays as it is). frozen_tower: it is not trained; not of
+    config.json.
     """
 
     model_type: str
@@ -149,6 +152,8 @@ class ModelShape:
     v_head_dim: int | None = None
     head: Head = "lm"
     adapter: Adapter | None = None
+    vision: VisionModel | None = None
+    frozen_tower: bool = False
 
     @classmethod
     def from_hf(cls, model_dir: str | Path) -> ModelShape:
@@ -168,6 +173,8 @@ class ModelShape:
         """Reads the shape from parsed config.json and generation_config.json.  Raises ValueError as `from_hf`."""
         family = family_of(config)
         problems = _two_values(config, family)
+        vision, vision_problems = _vision(config)
+        problems += vision_problems
         config = with_defaults(config)
         problems += _missing_or_bad(config, family)
         if problems:
@@ -208,6 +215,7 @@ class ModelShape:
             dtype=dtype,
             eos_token_ids=_eos_token_ids(config, generation or {}),
             num_prediction_layers=config.get("num_nextn_predict_layers") or 0,
+            vision=vision,
             **mixture,
             **latent,
             **delta_net,
@@ -230,10 +238,11 @@ class ModelShape:
                 "config.json's architectures name a value model (one number for every token), which predicts no words; "
                 "give a causal language model"
             )
-        if family_of(self).text_config:
+        if (family := family_of(self)).text_config:
+            without = "" if family.tower else f" (model_type {self.model_type}_text)"
             raise ValueError(
-                f"a {self.model_type} model, with its vision tower, cannot become a value model; give one without it "
-                f"(model_type {self.model_type}_text), or an estimator without a critic"
+                f"a {self.model_type} model, with its vision tower, cannot become a value model; give one without it"
+                f"{without}, or an estimator without a critic"
             )
         return replace(self, head="value", tie_word_embeddings=False)
 
@@ -330,11 +339,22 @@ def _two_values(config: Mapping[str, Any], family: Family) -> list[str]:
     if not family.text_config:
         return []
     if not isinstance(text := config.get(family.text_config), Mapping):
+        if family.tower and text is None:
+            # As Qwen2.5-VL is published: the language model's keys are beside the vision tower's.
+            return []
         return [f"{family.text_config} is {text!r}, not an object with the language model's keys"]
     tied, of_text = config.get(_TIED, False), text.get(_TIED, False)
     if tied == of_text:
         return []
     return [f"{_TIED} is {tied!r}, and {of_text!r} in {family.text_config}: engines differ; set both to one value"]
+
+
+def _vision(config: Mapping[str, Any]) -> tuple[VisionModel | None, list[str]]:
+    """The vision tower, and what is wrong with it; config.json as it is."""
+    try:
+        return vision_config(config), []
+    except ValueError as error:
+        return None, [str(error)]
 
 
 def _missing_or_bad(config: Mapping[str, Any], family: Family) -> list[str]:
@@ -389,6 +409,9 @@ def _rope(config: Mapping[str, Any], family: Family) -> tuple[float, dict[str, A
     rope = dict(rope_entries(config))
     theta = float(rope.pop("rope_theta", None) or config["rope_theta"])
     rope_type = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+    if family.tower and rope_type == "mrope":
+        # An older name of the default with a picture's positions.
+        rope_type = "default"
     supported = LATENT_ROPE_TYPES if family.latent else ROPE_TYPES
     if rope_type not in supported:
         return theta, None, [f"rope type {rope_type!r} is not supported (one of {', '.join(supported)})"]

@@ -12,7 +12,7 @@ Megatron-Core layouts (local layer spec), `tp` tensor-parallel ranks:
 A tensor of an expert is split over the expert-tensor-parallel ranks instead, and one expert-parallel rank holds it.
 
 A Hugging Face tensor may have the experts of a layer stacked (`Param.stacked`): [experts, columns, rows], or
-[experts, rows] of biases. Gate and up then take turns in its last dimension.
+[experts, rows] of biases. Gate and up then take turns in its last dimension, or with `sections` follow each other.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from scalerl.models.shape import ModelShape
+    from scalerl.models.vision import VisionModel
 
 Kind = Literal["replicated", "column", "row", "qkv", "delta", "gate_up", "vocab"]
 StagePart = Literal["first", "layer", "last"]
@@ -37,7 +38,9 @@ Where = Literal["every", "dense", "mixture", "linear", "full"]
 # A model tensor's key in a distributed checkpoint is this and Param.name.
 CHECKPOINT_MODEL_PREFIX = "model."
 # How the keys of a model begin in a checkpoint of its own; those of its optimizer begin with `optimizer.`.
-CHECKPOINT_MODEL_ROOTS = ("embedding.", "decoder.", "output_layer.")
+CHECKPOINT_MODEL_ROOTS = ("embedding.", "vision_tower.", "decoder.", "output_layer.")
+# The vision tower's module in the model.
+TOWER_MODULE = "vision_tower"
 # Beginning of the names of a model's tensors in Hugging Face files.
 HF_MODEL = "model."
 # Name of a layer's mixture of experts in the models of transformers 5, whatever the files call it.
@@ -96,6 +99,8 @@ def dim_sizes(shape: ModelShape) -> dict[str, int]:
     }
     if shape.linear_layers:
         sizes |= _delta_sizes(shape)
+    if shape.vision:
+        sizes |= _tower_sizes(shape.vision)
     if shape.kv_lora_rank is None:
         return sizes
     heads = shape.num_attention_heads
@@ -129,6 +134,21 @@ def _delta_sizes(shape: ModelShape) -> dict[str, int]:
     }
 
 
+def _tower_sizes(vision: VisionModel) -> dict[str, int]:
+    """Sizes of a vision tower."""
+    return {
+        "tower": vision.hidden_size,
+        "tower_qkv": 3 * vision.hidden_size,
+        "tower_ffn": vision.intermediate_size,
+        "tower_merged": vision.merge_size**2 * vision.hidden_size,
+        "tower_out": vision.out_hidden_size,
+        "tower_positions": vision.num_positions,
+        "channels": vision.in_channels,
+        "frames": vision.temporal_patch_size,
+        "patch": vision.patch_size,
+    }
+
+
 @dataclass(frozen=True)
 class RowRange:
     """`count` rows of the joined tensor from `start` on: those of Hugging Face's tensor `name` from `hf_start` on."""
@@ -152,7 +172,7 @@ class Param:
     keeps_float32: stored, kept and exported as float32 whatever the model's dtype.
     joins_previous: an engine joins it with the tensor before it, and needs both in one bucket.
     sections: the named dimensions of the parts that the rows of each tensor in `hf` consist of: of kind delta, and of
-    kind gate_up where gate and up are one tensor.
+    kind gate_up where gate and up are one tensor; of a stacked one that they follow each other there.
     stacked: its one Hugging Face tensor has all experts of the layer; `hf` names it once for each part, and `dims` are
     those of the parts.
     """
@@ -181,6 +201,11 @@ class Param:
             rows, *columns = parts[0]
             return {self.hf[0]: (shape.num_experts, *columns, len(parts) * rows)}
         return dict(zip(self.hf, parts, strict=True))
+
+    @property
+    def of_tower(self) -> bool:
+        """Whether it is of the vision tower."""
+        return self.name.startswith(f"{TOWER_MODULE}.")
 
     def part_shapes(self, shape: ModelShape) -> list[tuple[int, ...]]:
         """The shapes of what it consists of: Hugging Face tensors, or one expert's parts of a stacked one."""
@@ -252,15 +277,22 @@ class Param:
         """Yields this rank's parts of its expert, each [rows, columns] or [rows]; what is read is read once."""
         assert self.expert is not None, self.name
         *columns, rows = source.get_shape()[1:]
+        num_parts = len(self.hf)
+        of_rank = _span(columns[0], tp_rank, tp_size) if self.kind == "row" else slice(None)
+
+        def read(span: slice) -> torch.Tensor:
+            return source[self.expert, of_rank, span].transpose(0, 1) if columns else source[self.expert, span]
+
+        if self.sections:
+            size = rows // num_parts
+            span = _span(size, tp_rank, tp_size)
+            for start in range(0, rows, size):
+                yield read(slice(start + span.start, start + span.stop))
+            return
         by_rows = self.kind in ("gate_up", "column")
-        span = _span(rows, tp_rank, tp_size) if by_rows else slice(None)
-        if columns:
-            of_rank = _span(columns[0], tp_rank, tp_size) if self.kind == "row" else slice(None)
-            expert = source[self.expert, of_rank, span].transpose(0, 1)
-        else:
-            expert = source[self.expert, span]
-        for part in range(len(self.hf)):
-            yield expert[part :: len(self.hf)]
+        expert = read(_span(rows, tp_rank, tp_size) if by_rows else slice(None))
+        for part in range(num_parts):
+            yield expert[part::num_parts]
 
     def of_stack(self, full: torch.Tensor, shape: ModelShape) -> torch.Tensor:
         """The joined tensor as its expert has it in the stacked Hugging Face tensor: [columns, rows] or [rows]."""
@@ -300,7 +332,7 @@ class Param:
             return self._of_groups(out, shape)
         if self.kind == "gate_up":
             halves = list(out.chunk(2))
-            return [halves] if self.sections else [[half] for half in halves]
+            return [halves] if self.sections and not self.stacked else [[half] for half in halves]
         return [[out]]
 
     @property
@@ -515,6 +547,43 @@ class ParamPattern:
         return Param(fill(self.name), hf, self.kind, self.dims, layer, stage_part, expert, *flags)
 
 
+# A tensor of a vision tower: its name in the module, or in a block of it, and its named dimensions.
+TowerTensor = tuple[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Tower:
+    """A vision tower, which is transformers' module, as data.
+
+    prefix: how the names of its tensors in the files begin.
+    tensors: those of no block.  block, deepstack: those of each block, and of each that feeds a layer of the language
+    model.
+    defaults: what transformers takes for keys that vision_config leaves out.
+    image_token_id, sections, interleaved: of `VisionModel`; the first two where config.json has none.
+    transformers_class: its class below transformers.models.
+    """
+
+    prefix: str
+    transformers_class: str
+    tensors: tuple[TowerTensor, ...]
+    block: tuple[TowerTensor, ...]
+    defaults: Mapping[str, Any]
+    image_token_id: int
+    sections: tuple[int, int, int]
+    interleaved: bool
+    deepstack: tuple[TowerTensor, ...] = ()
+
+    def params(self, vision: VisionModel) -> Iterator[Param]:
+        """The tower's tensors; each rank of the first stage has them whole."""
+        parts = [("", self.tensors)]
+        parts += [(f"blocks.{block}.", self.block) for block in range(vision.depth)]
+        parts += [(f"deepstack_merger_list.{i}.", self.deepstack) for i in range(len(vision.deepstack_blocks))]
+        for path, tensors in parts:
+            for name, dims in tensors:
+                hf = (f"{self.prefix}{path}{name}",)
+                yield Param(f"{TOWER_MODULE}.{path}{name}", hf, "replicated", (dims,), None, "first")
+
+
 # Head of critics and reward models: transformers' *ForSequenceClassification with one label.
 VALUE_HEAD = ParamPattern("output_layer.weight", ("score.weight",), "replicated", (("value", "hidden"),))
 
@@ -540,6 +609,7 @@ class Family:
     nope_layers: no_rope_layers, or no_rope_layer_interval, says which layers have no rotary embedding.
     sliding_layers: layer_types says which layers see `sliding_window` tokens alone.
     facts: fields of ModelShape that are the same for every model of the family.
+    tower: the vision tower that is part of the model (None: it has none, or leaves it as it is).
     """
 
     model_type: str
@@ -562,6 +632,12 @@ class Family:
     sliding_layers: bool = False
     nope_layers: bool = False
     facts: Mapping[str, Any] = field(default_factory=dict)
+    tower: Tower | None = None
+
+    @property
+    def leaves_tower(self) -> bool:
+        """Whether its files have a vision tower that is neither trained nor sent."""
+        return bool(self.text_config) and self.tower is None
 
     @property
     def expert_names(self) -> tuple[str, ...]:
@@ -578,11 +654,13 @@ class Family:
         return self.expert_names[0].partition(".")[0] if self.expert_names else MIXTURE_MODULE
 
     def params(self, shape: ModelShape) -> list[Param]:
-        """All parameters in the static export order: embedding, layers 0.., final norm, head.
+        """All parameters in the static export order: embedding, vision tower, layers 0.., final norm, head.
 
         With tied embeddings there is no head (Hugging Face stores none).  shape.head "value": VALUE_HEAD.
         """
         params = [rule.param(None, "first") for rule in self.first]
+        if self.tower and shape.vision:
+            params += self.tower.params(shape.vision)
         for i in range(shape.num_layers):
             rules = [rule for rule in self.layer if rule.exists(shape, i)]
             params += [rule.param(i, "layer") for rule in rules if not rule.of_expert]

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
 from scalerl.models import ModelShape
+from scalerl.models.vision import VisionModel
 from scalerl.parallel.layout import mark
 from scalerl.parallel.micro_batch import Packing
 from scalerl.parallel.ulysses import heads_to_tokens, tokens_to_heads
@@ -87,11 +88,28 @@ class Rotary:
         elif shape.rope_scaling:
             frequencies = _llama3(frequencies, shape.rope_scaling)
         self.frequencies = frequencies.to(device)
+        self.axes = None if shape.vision is None else _axes(shape.vision, len(frequencies)).to(device)
 
     def tables(self, position_ids: Tensor) -> Tensor:
-        """Cosines and sines of positions: position_ids [T] int64 -> [2, T, turned numbers of a head / 2] float32."""
-        angles = position_ids[:, None].float() * self.frequencies
+        """Cosines and sines of positions: [1, T] int64 -> [2, T, turned numbers of a head / 2] float32.
+
+        position_ids: [3, T] with pictures, in time, height and width.
+        """
+        positions_T1 = position_ids.T.float()
+        if len(position_ids) > 1:
+            positions_T1 = positions_T1[:, self.axes]
+        angles = positions_T1 * self.frequencies
         return torch.stack([angles.cos(), angles.sin()]) * self.scale
+
+
+def _axes(vision: VisionModel, num_pairs: int) -> Tensor:
+    """[num_pairs] the axis by whose position each pair of a head turns: 0 time, 1 height, 2 width."""
+    if not vision.interleaved:
+        return torch.arange(3).repeat_interleave(torch.tensor(vision.sections))
+    axes = torch.zeros(num_pairs, dtype=torch.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * vision.sections[axis] : 3] = axis
+    return axes
 
 
 def _llama3(frequencies: Tensor, scaling: dict) -> Tensor:

@@ -44,6 +44,7 @@ from scalerl.parallel.optimizer import (
     prepare_gradients,
     update_loss_scale,
 )
+from scalerl.parallel.pictures import add_tower
 from scalerl.parallel.ulysses import gather_replicated
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class MegatronEngine:
 
     Every method is collective over all ranks. head: lm (policies), or value (critics and reward models), which takes
     the place of a language model's. adapter: trains in the place of the weights, and a value head with it; it begins
-    with adapter_path, a directory of peft, or as nothing (None).
+    with adapter_path, a directory of peft, or as nothing (None). freeze_vision_tower: all but the vision tower trains.
     """
 
     def __init__(
@@ -77,21 +78,34 @@ class MegatronEngine:
         head: Head = "lm",
         adapter: Adapter | None = None,
         adapter_path: str | None = None,
+        freeze_vision_tower: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
         self.groups = groups
         self.model_path = model_path
-        self.shape = replace(ModelShape.from_hf(model_path).with_head(head), adapter=adapter)
+        shape = ModelShape.from_hf(model_path).with_head(head)
+        self.shape = replace(shape, adapter=adapter, frozen_tower=freeze_vision_tower)
         self.family = family_of(self.shape)
         self.device = platform.device_type()
         self.config = transformer_config(self.shape, config, groups, on_cpu=self.device == "cpu")
         # One model per chunk of this stage's layers: several with an interleaved pipeline.
         self.chunks = build_model(self.shape, self.config, groups)
+        self._sp = (groups.coordinates.tp_rank, groups.layout.tp_size) if self.config.sequence_parallel else (0, 1)
+        if self.shape.vision and groups.is_first_stage:
+            add_tower(
+                self.chunks[0],
+                self.shape,
+                model_path,
+                dtype=self.config.params_dtype,
+                recompute=config.recompute_granularity == "full",
+                sp_group=groups.tp if self.config.sequence_parallel else None,
+                always=bool(config.override_ddp_config.get("overlap_grad_reduce")),
+            )
         if self.device == "cuda":
             for chunk in self.chunks:
                 chunk.cuda()
         load_hf_weights(self.chunks, model_path, self.family, self.shape, groups)
-        # What the optimizer updates and a checkpoint holds, in the table's order.
+        # What a checkpoint holds, and the optimizer updates unless it is frozen, in the table's order.
         self.trained = trained_params(self.shape)
         # Of the weights that an adapter leaves as they are.
         self.base_digest: str | None = None
@@ -190,12 +204,17 @@ class MegatronEngine:
         alignment = Alignment.of_layout(
             tp_size=layout.tp_size, cp_size=layout.cp_size, sequence_parallel=self.config.sequence_parallel
         )
-        cp_part = {"cp_size": layout.cp_size, "cp_rank": self.groups.coordinates.cp_rank}
+        part: dict[str, Any] = {
+            "cp_size": layout.cp_size,
+            "cp_rank": self.groups.coordinates.cp_rank,
+            "vision": self.shape.vision,
+            "sp": self._sp,
+        }
         # A rank needs a small part of the experts' column, which is larger than all others.
         columns = {name: column for name, column in shard.tokens.items() if name != ROUTED_EXPERTS.name}
         rest = DataProto(columns, shard.samples)
         packed = [
-            pack_rows(rest, by_length(rest, rows), device=self.device, alignment=alignment, **cp_part)
+            pack_rows(rest, by_length(rest, rows), device=self.device, alignment=alignment, **part)
             for rows in micro_batches
         ]
         if self.shape.num_experts:
@@ -398,7 +417,7 @@ class MegatronEngine:
         def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable]:
             batch = next(batches)
             if self.rotary is not None:
-                batch.packing.cos_sin = self.rotary.tables(batch.position_ids[0])
+                batch.packing.cos_sin = self.rotary.tables(batch.position_ids)
             output = model(batch.input_ids, batch.position_ids, None, packed_seq_params=batch.packing)
             return output, partial(_loss, batch, read, finish)
 

@@ -36,7 +36,8 @@ def place(params: Iterable[Param], shape: ModelShape, groups: Groups) -> Iterato
         elif param.stage_part == "first":
             if groups.is_first_stage:
                 yield param, 0, param.name
-            if groups.is_last_stage and shape.tie_word_embeddings and (groups.layout.pp_size > 1 or last > 0):
+            is_tied = shape.tie_word_embeddings and param.kind == "vocab"
+            if is_tied and groups.is_last_stage and (groups.layout.pp_size > 1 or last > 0):
                 # Tied weights in more than one chunk: megatron keeps a copy of the embedding as the output layer.
                 yield param, last, "output_layer.weight"
         elif groups.is_last_stage:

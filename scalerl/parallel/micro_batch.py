@@ -17,6 +17,8 @@ from torch import Tensor
 
 from scalerl.batch.alignment import NO_ALIGNMENT, Alignment
 from scalerl.batch.data_proto import DataProto, Jagged, cu_seqlens_of
+from scalerl.models.vision import VisionModel
+from scalerl.parallel.pictures import Pictures, part_of, pictures_of_rows
 from scalerl.parallel.ulysses import zigzag_order
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ class Packing(PackedSeqParams):
     order, natural: [P] `zigzag_order` and its inverse on the device; None without context parallelism.
     cos_sin: rotary tables [2, P / cp, head_dim / 2] float32 of this rank's tokens; the engine fills them in.
     routing: what the routers of a mixture need; the engine fills it in.
+    pictures: those that this rank computes; None: none.
     """
 
     lengths: tuple[int, ...] = ()
@@ -40,6 +43,7 @@ class Packing(PackedSeqParams):
     natural: Tensor | None = None
     cos_sin: Tensor | None = None
     routing: Routing | None = None
+    pictures: Pictures | None = None
 
     @property
     def routed(self) -> Routing:
@@ -52,9 +56,9 @@ class Packing(PackedSeqParams):
 class MicroBatch:
     """T real tokens of some rows, end to end; P >= T tokens after alignment, of which this rank holds P / cp.
 
-    input_ids, position_ids: [1, P / cp] int64.  labels: [P / cp] int64, the next token of each.
+    input_ids: [1, P / cp] int64.  labels: [P / cp] int64, the next token of each.
+    position_ids: [1, P / cp] int64, or with pictures [3, P / cp], in time, height and width.
     columns: name -> [T, ...] of the real tokens.  cu_seqlens: [num rows + 1] int64 of the real tokens.
-    inputs: columns that are not per token, on the host: name -> the micro-batch's rows.
     prediction_indices, token_indices: [T] int64, for each real token the index, in the cp ranks' results end to end, of
     the result about it and of the result at its own position.
     is_first: [T] bool, first token of its sequence: no result is about it.
@@ -72,7 +76,6 @@ class MicroBatch:
     num_tokens: int
     num_padded_tokens: int
     packing: Packing
-    inputs: dict[str, Jagged]
 
     def to_described_token(self, results_P: Tensor) -> Tensor:
         """Moves results that each token holds about the next one to that token: [T], 0 for first tokens.
@@ -109,10 +112,13 @@ def pack_rows(
     alignment: Alignment = NO_ALIGNMENT,
     cp_size: int = 1,
     cp_rank: int = 0,
+    vision: VisionModel | None = None,
+    sp: tuple[int, int] = (0, 1),
 ) -> MicroBatch:
     """Packs rows end to end, aligned as the layout needs, and takes this cp rank's part of the tokens.
 
     Padding after a sequence is seen by none of its tokens; padding that makes the whole divisible is one more sequence.
+    vision: the tower that sees the rows' pictures.  sp: (rank, size) of the tp ranks that share this part's tokens.
     """
     ids = batch.tokens["input_ids"].select(rows)
     lengths = ids.lengths.tolist()
@@ -124,7 +130,13 @@ def pack_rows(
     token_indices = torch.arange(num_tokens) + (starts - cu_seqlens[:-1]).repeat_interleave(ids.lengths)
     packed_ids = torch.zeros(total, dtype=torch.int64)
     packed_ids[token_indices] = ids.values
-    positions = torch.arange(total) - cu_padded[:-1].repeat_interleave(cu_padded.diff())
+    positions = (torch.arange(total) - cu_padded[:-1].repeat_interleave(cu_padded.diff()))[None]
+    of_rows = pictures_of_rows(batch, rows, vision)
+    feature_P = torch.full((total,), -1)
+    if of_rows is not None:
+        positions = positions.repeat(3, 1)
+        positions[:, token_indices] = of_rows.positions_3T
+        feature_P[token_indices] = of_rows.feature_T
     labels = packed_ids.roll(-1)
     is_first = torch.zeros(num_tokens, dtype=torch.bool)
     is_first[cu_seqlens[:-1]] = True
@@ -135,14 +147,15 @@ def pack_rows(
         natural = torch.empty_like(order)
         natural[order] = torch.arange(total)
         mine = order.view(cp_size, -1)[cp_rank]
-        packed_ids, positions, labels = packed_ids[mine], positions[mine], labels[mine]
+        packed_ids, positions, labels = packed_ids[mine], positions[:, mine], labels[mine]
+        feature_P = feature_P[mine]
         prediction_indices, token_indices = natural[prediction_indices], natural[token_indices]
         order, natural = order.to(device), natural.to(device)
     cu_padded_i32 = cu_padded.to(torch.int32).to(device)
     return MicroBatch(
         rows=tuple(rows),
         input_ids=packed_ids[None].to(device),
-        position_ids=positions[None].to(device),
+        position_ids=positions.to(device),
         labels=labels.to(device),
         cu_seqlens=cu_seqlens.to(device),
         columns={
@@ -162,8 +175,8 @@ def pack_rows(
             lengths=tuple(padded),
             order=order,
             natural=natural,
+            pictures=None if of_rows is None else part_of(of_rows, feature_P, device, sp),
         ),
-        inputs={name: column.select(rows) for name, column in batch.tokens.items() if not column.per_token},
     )
 
 

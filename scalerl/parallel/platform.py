@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 from scalerl.base import nvidia
 
@@ -47,6 +48,9 @@ def install(device: str) -> None:
             "trainer.device=cpu on a machine with a GPU that this process has used: start it with CUDA_VISIBLE_DEVICES="
         )
     _installed = True
+    # torch caches, at its first use, which functions a `with torch.device(...)` is for: the ones that these replace.
+    # Without it transformers' from_pretrained leaves what it computes itself, rotary frequencies, as it finds memory.
+    _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     # An all-to-all between experts allocates what it receives so.

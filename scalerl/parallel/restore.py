@@ -195,6 +195,12 @@ def _check_model(engine: MegatronEngine, checkpoint: DistCheckpoint) -> None:
         for key in sorted(stored)
         if key.startswith(CHECKPOINT_MODEL_ROOTS) and key not in params
     ]
+    if not engine.shape.frozen_tower:
+        wrong += [
+            f"{name}: without an optimizer's state, as model.freeze_vision_tower=true saves it"
+            for name, param in params.items()
+            if param.of_tower and OPTIMIZER_KEY.format(name="param", key=name) not in checkpoint.tensors
+        ]
     if wrong:
         more = f"; and {len(wrong) - _MAX_SHOWN} more" if len(wrong) > _MAX_SHOWN else ""
         raise CheckpointMismatchError(

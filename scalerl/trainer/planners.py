@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from scalerl.batch import Alignment, SizeKeys, StepPlan, episodes, plan_step
+from scalerl.batch.columns import PICTURE_PATCHES
 from scalerl.cluster.batch import HeldRows
 from scalerl.config import LayoutSizes
 from scalerl.models.flops import FlopsShape
@@ -61,7 +62,7 @@ class Planner:
         return plan_step(
             samples.num_tokens_S,
             mini_batches=[rows[start:end] for start, end in itertools.pairwise(starts)],
-            workload_S=self.flops.forward_each(samples.num_tokens_S),
+            workload_S=self.flops.forward_each(samples.num_tokens_S, samples.samples.get(PICTURE_PATCHES.name)),
             name_of=lambda row: f"prompt {samples.samples['prompt_uid'][row]}",
             keys=self.keys,
             **vars(self.rules),

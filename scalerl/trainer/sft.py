@@ -172,6 +172,7 @@ def sft_run(cfg: SFTConfig, inputs: SFTInputs, host: RunHost) -> Iterator[SFTRun
             cfg.optim,
             adapter=inputs.shapes["actor"].adapter,
             adapter_path=cfg.model.lora_adapter_path,
+            freeze_vision_tower=cfg.model.freeze_vision_tower,
             trust_remote_code=cfg.model.trust_remote_code,
         )
         workers.call(SFTWorker.set_dataset, "train", ray.put(inputs.train))

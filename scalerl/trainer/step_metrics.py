@@ -10,6 +10,7 @@ import numpy as np
 
 from scalerl.algorithms import rollout_corr_metrics
 from scalerl.batch import StepPlan, episodes, packing_metrics, seqlen_metrics
+from scalerl.batch.columns import PICTURE_PATCHES
 from scalerl.config import PPOConfig, num_devices
 from scalerl.models.flops import FlopsShape, mfu
 from scalerl.rollout.sampling.groups import SCORE, GroupFilter, kept_uids
@@ -68,7 +69,7 @@ def step_metrics(
     """
     samples = outcome.samples
     prompt_S, response_S = samples["prompt_length"], samples["response_length"]
-    num_tokens_S = prompt_S + response_S
+    num_tokens_S, patches_S = prompt_S + response_S, samples.get(PICTURE_PATCHES.name)
     metrics = {"training/global_step": float(step), "training/epoch": float(epoch)}
     metrics |= to_floats(rollout_corr_metrics(rollout_diff_metrics(outcome.metrics)))
     metrics |= compute_data_metrics(
@@ -94,14 +95,14 @@ def step_metrics(
         rejected = outcome.metrics.get(f"{role}/rejected_updates")
         # A step of the critic's warm-up has no update of the actor; a rejected update has no FLOP utilization.
         if f"update_{role}" in timing_s and not (rejected and rejected.value):
-            flops = mfu_basis.flops.train(num_tokens_S.tolist()) * epochs[role]
+            flops = mfu_basis.flops.train(num_tokens_S.tolist(), patches_S) * epochs[role]
             utilization = mfu(flops, timing_s[f"update_{role}"], mfu_basis.num_devices, mfu_basis.peak)
             metrics |= {} if utilization is None else {f"perf/mfu/{role}": utilization}
     actor = mfu_bases.get("actor")
     # There is no separate pass if the sampler's log-probs, or the update's, serve as the old ones.
     has_pass = "old_log_prob" in timing_s and not config.algorithm.rollout_correction.bypass_mode
     if actor is not None and has_pass:
-        flops = actor.flops.forward(num_tokens_S.tolist())
+        flops = actor.flops.forward(num_tokens_S.tolist(), patches_S)
         utilization = mfu(flops, timing_s["old_log_prob"], actor.num_devices, actor.peak)
         metrics |= {} if utilization is None else {"perf/mfu/actor_infer": utilization}
     return metrics

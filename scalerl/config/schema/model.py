@@ -84,6 +84,9 @@ class AdapterKeys:
 class TrainedModelConfig(AdapterKeys, ModelConfig):
     """The files of a language model that is trained, whole or by an adapter."""
 
+    # Leave the tower that sees pictures as it is, and train the language model alone.
+    freeze_vision_tower: bool = False
+
 
 @dataclass
 class LoraConfig:

@@ -15,6 +15,7 @@ from scalerl.config.schema import MegatronConfig
 from scalerl.models import ModelShape, Param, family_of
 from scalerl.models.adapters import adapter_pairs
 from scalerl.models.sizes import FLOAT, ITEMSIZE
+from scalerl.models.vision import VisionModel
 from scalerl.parallel.delta_rule import CHUNK
 from scalerl.parallel.layout import Layout
 from scalerl.parallel.logprobs import tokens_of_chunk
@@ -310,6 +311,28 @@ def _recomputed_together(
 def _group(layers: list[LayerBytes]) -> _Group:
     whole = sum(layer.whole for layer in layers)
     return _Group(layers[0].inputs, whole, max(layer.working for layer in layers), is_stored=True)
+
+
+def tower_bytes(shape: ModelShape, vision: VisionModel, megatron: MegatronConfig) -> tuple[float, float]:
+    """Bytes of a picture's token in the vision tower: (kept for the backward pass, held by the block that computes).
+
+    A token is of merge_size x merge_size patches; the features of it are counted with what is kept.
+    """
+    tower, itemsize = family_of(shape).tower, ITEMSIZE[megatron.dtype]
+    assert tower is not None
+    is_gated = any(name.startswith("mlp.gate_proj") for name, _ in tower.block)
+    # Residuals, norms, queries, keys, values and outputs; an RMSNorm in transformers' operations keeps float32 too.
+    widths = (13 if itemsize == FLOAT else 15) if is_gated else 11
+    block = widths * vision.hidden_size + (4 if is_gated else 2) * vision.intermediate_size
+    features = (1 + len(vision.deepstack_blocks)) * shape.hidden_size
+    if shape.frozen_tower or shape.adapter:
+        kept = 0
+    else:
+        of_blocks = vision.hidden_size if megatron.recompute_granularity == "full" else block
+        # The patches, their embeddings, and what the mergers keep.
+        rest = vision.numbers_per_patch + (4 + 2 * len(vision.deepstack_blocks)) * vision.hidden_size
+        kept = vision.depth * of_blocks + rest
+    return itemsize * (kept * vision.merge_size**2 + features), itemsize * block * vision.merge_size**2
 
 
 def micro_batches_in_flight(layout: Layout, pp_rank: int, num_micro_batches: int) -> float:

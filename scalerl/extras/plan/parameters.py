@@ -10,7 +10,7 @@ from math import prod
 
 from scalerl.models import ModelShape, Param
 from scalerl.models.adapters import adapter_pairs, counted_trained_params
-from scalerl.models.sizes import FLOAT, counted_params, model_bytes, num_parameters
+from scalerl.models.sizes import FLOAT, counted_params, model_bytes
 from scalerl.parallel.layout import Layout
 
 
@@ -20,7 +20,8 @@ class StageParameters:
 
     layers: global indices of the stage's layers.  shared: parameters of everything but experts; copies: dp x cp ranks.
     experts: parameters of its experts; copies: the ranks of the stage that have the same experts.  frozen: those that
-    an adapter leaves as they are; shared and experts are the adapter's then.  joined: numbers of the adapter as a pass
+    an adapter leaves as they are; shared and experts are the adapter's then. Without one a frozen vision tower, which
+    is saved (tower).  joined: numbers of the adapter as a pass
     joins them, of matrices that consist of several projections.  merged: numbers of the largest matrix that has an
     adapter.  buffers: float32, without gradient (biases of routers).  largest: parameters of the largest tensor that
     has a gradient.
@@ -30,6 +31,7 @@ class StageParameters:
     shared: int
     experts: int
     frozen: int
+    tower: int
     joined: int
     merged: int
     buffers: int
@@ -76,9 +78,10 @@ class StageParameters:
         At most: of several ranks that hold the same part of a tensor, as of norms with tp, only the first writes it.
         """
         numbers = self.optimizer_numbers(distributed=True)
-        # A frozen model is not saved.
-        buffers = 0 if self.frozen else self.buffers
-        return (itemsize + 3 * FLOAT) * numbers + FLOAT * -(-buffers // self.shared_copies)
+        # Of a model with an adapter what is frozen is not saved.
+        buffers = 0 if self.frozen > self.tower else self.buffers
+        copied = FLOAT * buffers + itemsize * self.tower
+        return (itemsize + 3 * FLOAT) * numbers + -(-copied // self.shared_copies)
 
 
 def stage_parameters(shape: ModelShape, layout: Layout) -> tuple[StageParameters, ...]:
@@ -106,6 +109,7 @@ def _stages(shape: ModelShape, layout: Layout) -> tuple[StageParameters, ...]:
                 shared=sum(held.numbers for held in here if held.param.expert is None),
                 experts=sum(held.numbers for held in here if held.param.expert is not None),
                 frozen=sum(held.numbers for held in others_here if held.param.has_gradient),
+                tower=sum(held.numbers for held in others_here if held.param.of_tower and not shape.adapter),
                 joined=sum(held.joined(shape) for held in others_here),
                 merged=max((prod(held.size) for held in others_here if held.pairs(shape)), default=0),
                 buffers=sum(held.numbers for held in others_here if not held.param.has_gradient),
@@ -152,7 +156,7 @@ def _held(
 def checkpoint_bytes(shape: ModelShape, itemsize: int) -> int:
     """The bytes of a checkpoint's tensors: what is trained, and float32 main parameter and two moments of each."""
     if shape.adapter is None:
-        return model_bytes(shape, itemsize) + 3 * FLOAT * num_parameters(shape)
+        return model_bytes(shape, itemsize) + 3 * FLOAT * num_trained(shape)
     return (itemsize + 3 * FLOAT) * num_trained(shape)
 
 
@@ -167,5 +171,6 @@ def _is_on_stage(param: Param, shape: ModelShape, layout: Layout, pp_rank: int, 
         return param.layer in layers
     if param.stage_part == "first":
         # Tied weights: the last stage keeps a copy of the embedding.
-        return is_first or (is_last and shape.tie_word_embeddings and shape.head == "lm")
+        has_copy = is_last and param.kind == "vocab" and shape.tie_word_embeddings and shape.head == "lm"
+        return is_first or has_copy
     return is_last

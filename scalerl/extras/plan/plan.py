@@ -19,7 +19,7 @@ from scalerl.config import (
 from scalerl.config.layout import longest_sample
 from scalerl.config.schema import MegatronConfig, RolloutConfig
 from scalerl.config.servers import transport_of
-from scalerl.extras.plan.activations import head_bytes, kept_bytes, micro_batches_in_flight
+from scalerl.extras.plan.activations import head_bytes, kept_bytes, micro_batches_in_flight, tower_bytes
 from scalerl.extras.plan.parameters import StageParameters, checkpoint_bytes, num_trained, stage_parameters
 from scalerl.extras.plan.servers import CONTEXT_BYTES, GRAPH_BYTES, ServerBytes, server_bytes
 from scalerl.models import ModelShape
@@ -44,6 +44,7 @@ SOURCES = {
     "gradients": "4 B x trained parameters of the rank (megatron's DDP buffer)",
     "optimizer": "12 B (float32: 8) x trained parameters of the rank / ranks that share it (use_distributed_optimizer)",
     "activations": "tensors kept by the layers x tokens per micro-batch x micro-batches in flight",
+    "vision tower": "if each token of a prompt (SFT: each token) is of a picture: what its blocks keep, and one takes",
     "vocabulary": "float32 logits of a chunk twice, the chunk in the model's dtype, gradient of the hidden states",
     "layer": "what one layer takes while it is computed (again), and the gradient of its largest tensor",
     "gradient exchange": "on a CPU: 4 B x trained parameters of the rank, the copy that gloo's reduce-scatter sums",
@@ -188,7 +189,8 @@ def _gib(num_bytes: int) -> str:
 class _Model:
     """A model of the run on its devices. has_optimizer: it is trained.
 
-    is_base: it is the actor's without its adapter, and has no weights of its own.
+    is_base: it is the actor's without its adapter, and has no weights of its own.  picture_share: of the tokens that
+    can be of pictures.
     """
 
     role: str
@@ -201,6 +203,7 @@ class _Model:
     has_optimizer: bool
     on_cpu: bool
     is_base: bool
+    picture_share: float
 
     @property
     def tokens(self) -> int:
@@ -240,6 +243,7 @@ class _Model:
         keeping = replace(self.megatron, recompute_granularity=None)
         whole, _ = kept_bytes(self.shape, self.layout, keeping, stage, on_cpu=self.on_cpu)
         bytes_by_part = {"layer": int(whole / len(self.stages[stage].layers) * self.tokens)}
+        bytes_by_part |= self._tower(stage, 0)
         if stage == self.layout.pp_size - 1:
             bytes_by_part["vocabulary"] = int(sum(self._head()))
         return bytes_by_part
@@ -257,7 +261,7 @@ class _Model:
     def _passes(self, stage: int) -> dict[str, int]:
         kept, most = kept_bytes(self.shape, self.layout, self.megatron, stage, on_cpu=self.on_cpu)
         in_flight = micro_batches_in_flight(self.layout, stage, self.num_micro_batches)
-        bytes_by_part = {"activations": int(kept * self.tokens * in_flight)}
+        bytes_by_part = {"activations": int(kept * self.tokens * in_flight)} | self._tower(stage, in_flight)
         layer = int((most - kept) * self.tokens) + self.itemsize * self.stages[stage].largest
         joined = self.itemsize * self.stages[stage].joined
         if self.megatron.recompute_granularity == "full":
@@ -271,6 +275,13 @@ class _Model:
             if head_working >= layer:
                 return bytes_by_part | {"vocabulary": int(head_working)}
         return bytes_by_part | {"layer": max(0, layer)}
+
+    def _tower(self, stage: int, in_flight: float) -> dict[str, int]:
+        """The bytes of the vision tower in a pass.  in_flight: micro-batches that keep them; 0: without gradients."""
+        if self.shape.vision is None or stage > 0:
+            return {}
+        kept, block = tower_bytes(self.shape, self.shape.vision, self.megatron)
+        return {"vision tower": int((kept * in_flight + block) * self.tokens * self.picture_share)}
 
     def step(self, stage: int) -> dict[str, int]:
         """The bytes of each temporary of the optimizer's step: on a GPU it is fused, and has none."""
@@ -358,7 +369,9 @@ def _models(cfg: PPOConfig, shapes: Mapping[str, ModelShape], on_cpu: bool) -> I
     for name, (megatron, layout, max_tokens_per_micro_batch, mini) in sizes.items():
         samples = math.ceil(mini * cfg.actor_rollout_ref.rollout.n / layout.dp_size)
         is_base = any(role.name == name and refers_to_actor(cfg, role) for role in model_roles(cfg))
-        yield _model(name, shapes[name], megatron, layout, max_tokens_per_micro_batch, samples, on_cpu, is_base)
+        # Pictures are in prompts.
+        share = cfg.data.max_prompt_length / longest_sample(cfg)
+        yield _model(name, shapes[name], megatron, layout, max_tokens_per_micro_batch, samples, on_cpu, is_base, share)
 
 
 def _model(
@@ -370,6 +383,7 @@ def _model(
     num_micro_batches: int,
     on_cpu: bool,
     is_base: bool = False,
+    picture_share: float = 1.0,
 ) -> _Model:
     layout = Layout(**vars(sizes))
     return _Model(
@@ -383,6 +397,7 @@ def _model(
         has_optimizer=role in ("actor", "critic"),
         on_cpu=on_cpu,
         is_base=is_base,
+        picture_share=picture_share,
     )
 
 

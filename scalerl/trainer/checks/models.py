@@ -118,7 +118,9 @@ def check_models(
 def trained_shape(
     errors: ErrorCollector, cfg: PPOConfig | SFTConfig, shape: ModelShape, role: str = "actor"
 ) -> ModelShape:
-    """The shape of a trained model with the adapter that its keys describe."""
+    """The shape of a trained model with the adapter that its keys describe, and a vision tower that they freeze."""
+    if role == "actor":
+        shape = _with_frozen_tower(errors, cfg, shape)
     if isinstance(cfg, SFTConfig):
         return with_adapter(errors, shape, cfg.model, cfg.megatron, section="model", megatron_section="megatron")
     if role == "critic":
@@ -128,6 +130,20 @@ def trained_shape(
     policy = cfg.actor_rollout_ref
     sections = {"section": "actor_rollout_ref.model", "megatron_section": f"{ACTOR}.megatron"}
     return with_adapter(errors, shape, policy.model, policy.actor.megatron, **sections)
+
+
+def _with_frozen_tower(errors: ErrorCollector, cfg: PPOConfig | SFTConfig, shape: ModelShape) -> ModelShape:
+    model = cfg.model if isinstance(cfg, SFTConfig) else cfg.actor_rollout_ref.model
+    if not model.freeze_vision_tower:
+        return shape
+    if shape.vision is None:
+        key = f"{policy_model(cfg)[1].removesuffix('.path')}.freeze_vision_tower"
+        errors.violations.append(
+            f"{key} = true: {model.path} is a {shape.model_type} model, of which no vision tower is trained; set "
+            f"{key}=false"
+        )
+        return shape
+    return replace(shape, frozen_tower=True)
 
 
 def check_judge(errors: ErrorCollector, judge: JudgeConfig) -> None:
@@ -392,6 +408,7 @@ def model_layout_violations(
         linear_num_key_heads=shape.linear_num_key_heads if any(shape.linear_layers) else 0,
         attention_sinks=shape.attention_sinks,
         biased_experts=shape.linear_bias,
+        deepstack_layers=len(shape.vision.deepstack_blocks) if shape.vision else 0,
     )
     violations = layout_violations(sizes, megatron=megatron, world_size=world, rollout_tp=rollout_tp, prefix=prefix)
     return violations or recompute_violations(sizes, megatron, prefix=prefix)

@@ -184,11 +184,12 @@ class MegatronWorker(Worker):
         head: Head = "lm",
         adapter: Adapter | None = None,
         adapter_path: str | None = None,
+        freeze_vision_tower: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
         """Builds the model of a role.  role: actor, ref, critic or reward_model. optim None: frozen.
 
-        adapter, adapter_path: as of `MegatronEngine`.
+        adapter, adapter_path, freeze_vision_tower: as of `MegatronEngine`.
         """
         import torch
 
@@ -202,6 +203,7 @@ class MegatronWorker(Worker):
             head=head,
             adapter=adapter,
             adapter_path=adapter_path,
+            freeze_vision_tower=freeze_vision_tower,
             trust_remote_code=trust_remote_code,
         )
         self.engines[role].leave_device()

@@ -30,7 +30,7 @@ from scalerl.rollout.tools import class_files
 from scalerl.tracking.backend import flat_config
 
 # Fields of ModelShape that may differ between a checkpoint's model and the model of the run that resumes from it.
-_NOT_ARCHITECTURE = ("dtype", "eos_token_ids", "max_position_embeddings", "adapter")
+_NOT_ARCHITECTURE = ("dtype", "eos_token_ids", "max_position_embeddings", "adapter", "frozen_tower")
 
 # Key of the trainer state with the version of the code that saved it.
 CODE = "code"

@@ -65,6 +65,9 @@ state = torch.cuda.get_rng_state()
 first = torch.rand(3)
 torch.cuda.set_rng_state(state)
 assert torch.equal(torch.rand(3), first)
+# As transformers makes a model that it then fills.
+with torch.device("meta"):
+    assert torch.empty(1).is_meta and torch.arange(2).is_meta and torch.nn.Linear(2, 2).weight.is_meta
 before = torch.zeros
 platform.install("cpu")
 assert torch.zeros is before, "the second install wrapped the first"

@@ -306,13 +306,14 @@ def test_experts_have_adapters_on_their_ranks() -> None:
 def test_an_update_of_an_adapter_takes_a_pass_less() -> None:
     """That of the weights' gradients, less what adapters and attention have too: full recompute takes a whole one."""
     planned, shape = adapted(f"{MEGATRON}.param_offload=true"), shapes()["actor"]
-    assert planned.server is not None
+    server = planned.server
+    assert server is not None
     adapter = Adapter(32, 16.0, resolve_targets(shape, ALL_LINEAR))
 
     def seconds(own: Adapter | None, granularity: str) -> float:
         cfg = config(*LORA, f"{MEGATRON}.recompute_granularity={granularity}")
         models = {"actor": replace(shape, adapter=own), "ref": shape}
-        return step_seconds(cfg, models, planned.server, H100S, lengths_of(cfg)).total
+        return step_seconds(cfg, models, server, H100S, lengths_of(cfg)).total
 
     a_pass = seconds(None, "full") - seconds(None, "null")
     assert 0.8 * a_pass < seconds(None, "full") - seconds(adapter, "full") < a_pass
@@ -421,3 +422,44 @@ def test_seconds_count_the_passes_that_a_step_makes() -> None:
     assert phases[0].keys() - phases[1].keys() == {"old_log_prob"}
     two.algorithm.rollout_correction.bypass_mode = True
     assert step_seconds(two, shapes(), planned.server, H100S, lengths_of(two)).phases.keys() == phases[1].keys()
+
+
+# --- a model that sees pictures ---
+
+TOWER_OVERRIDES = (f"{MEGATRON}.pipeline_model_parallel_size=2",)
+
+
+def seeing(*overrides: str, frozen: bool = False) -> MemoryPlan:
+    """Qwen3-8B with Qwen3-VL's tower, on two stages."""
+    config_json = {"model_type": "qwen3_vl", "text_config": read_config("qwen3-8b")}
+    shape = ModelShape.from_config(config_json | {"vision_config": {"out_hidden_size": 4096}})
+    actor = replace(shape, frozen_tower=frozen)
+    return memory_plan(config(*TOWER_OVERRIDES, *overrides), {"actor": actor, "ref": shape}, memory_bytes=H100)
+
+
+def test_a_vision_tower_is_on_the_first_stage() -> None:
+    blind, planned = plan(*TOWER_OVERRIDES), seeing()
+    sizes = [[phase(p, "actor update", stage) for stage in (0, 1)] for p in (blind, planned)]
+    # Qwen3-VL's towers have 0.58 billion parameters.
+    tower = (sizes[1][0]["actor weights"] - sizes[0][0]["actor weights"]) / 2
+    assert tower == pytest.approx(0.577e9, rel=0.01)
+    assert sizes[1][0]["actor gradients"] - sizes[0][0]["actor gradients"] == 4 * tower
+    assert sizes[1][1] == sizes[0][1]
+    assert planned.num_parameters - blind.num_parameters == tower
+    assert planned.checkpoint_bytes - blind.checkpoint_bytes == 14 * tower
+    assert planned.sync_bytes - blind.sync_bytes == 2 * tower
+    # A patch keeps 27 blocks' tensors; with recompute their inputs.
+    kept = sizes[1][0]["actor vision tower"]
+    assert 0 < phase(seeing(f"{MEGATRON}.recompute_granularity=full"), "actor update")["actor vision tower"] < kept / 5
+    assert 0 < phase(planned, "actor log-probs")["actor vision tower"] < kept / 20
+
+
+def test_a_frozen_tower_has_no_gradient() -> None:
+    trained, frozen = seeing(), seeing(frozen=True)
+    trains, keeps = phase(trained, "actor update"), phase(frozen, "actor update")
+    assert keeps["actor weights"] == trains["actor weights"]
+    assert keeps["actor gradients"] < trains["actor gradients"] and keeps["actor optimizer"] < trains["actor optimizer"]
+    assert keeps["actor vision tower"] < trains["actor vision tower"] / 20
+    # It is saved, without an optimizer's state.
+    tower = (trains["actor gradients"] - keeps["actor gradients"]) // 4
+    assert trained.checkpoint_bytes - frozen.checkpoint_bytes == 12 * tower
