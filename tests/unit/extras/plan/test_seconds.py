@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from scalerl.config import LayoutSizes, PPOConfig
+from scalerl.config.value_checks import DEVICES_GIB
 from scalerl.errors import UserError
 from scalerl.extras.plan.calibrate import MeasuredRun, comparison, fitted
 from scalerl.extras.plan.command import main
@@ -169,6 +170,7 @@ def test_a_role_has_a_phase_of_its_own() -> None:
 
 def test_the_device_follows_from_its_memory() -> None:
     assert hardware_of("H200").name == "H200" and hardware_of("80GB").name == hardware_of(None).name == "H100"
+    assert HARDWARE.keys() == DEVICES_GIB.keys(), "each device of a known memory has rates"
     assert HARDWARE["gb200"].node_size == 72 and HARDWARE["mi300x"].flops == 1307e12
 
 
