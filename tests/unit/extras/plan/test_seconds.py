@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import yaml
 
 from scalerl.config import LayoutSizes, PPOConfig
+from scalerl.config.save import save_resolved
 from scalerl.config.value_checks import DEVICES_GIB
 from scalerl.errors import UserError
 from scalerl.extras.plan.calibrate import MeasuredRun, comparison, fitted
@@ -24,6 +26,7 @@ from scalerl.extras.plan.passes import MicroBatches, Passes
 from scalerl.extras.plan.report import seconds_table
 from scalerl.extras.plan.seconds import lengths_of, step_seconds
 from scalerl.extras.plan.servers import ServerBytes
+from tests.model_configs import model_directory
 from tests.unit.extras.plan.test_plan import ROLLOUT, config, shapes
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -214,6 +217,36 @@ def test_rates_follow_from_a_run() -> None:
     assert found.dense_frac == pytest.approx(0.21, rel=0.02) and found.memory_frac == pytest.approx(0.33, rel=0.02)
     assert run.predicted(found).total == pytest.approx(phases.total, rel=0.01)
     assert "+0%" in comparison(run, found)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_rates_of_a_directory(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Six steps, the first two slower; what the command writes plans the run's seconds."""
+    model = model_directory("qwen3-0.6b", tmp_path / "model")
+    cfg = config(f"actor_rollout_ref.model.path={model}", f"trainer.device={device}", "trainer.device_memory=h100")
+    run = tmp_path / "run"
+    run.mkdir()
+    save_resolved(cfg, run / "config.yaml")
+    phases = {"gen": 30.0, "old_log_prob": 4.0, "update_actor": 12.0, "update_weights": 0.5}
+    data = {f"timing_s/{phase}": seconds for phase, seconds in phases.items()} | {"timing_s/step": 47.0}
+    data |= {"prompt_length/mean": 100.0, "response_length/mean": 200.0, "response_length/max": 400.0}
+    data |= {"perf/mfu/actor": 0.3}
+    slow = data | {"timing_s/gen": 300.0}
+    lines = [json.dumps({"step": step, "data": slow if step < 2 else data}) for step in range(6)]
+    with pytest.raises(UserError, match=r"has no metrics\.jsonl; give trainer\.default_local_dir"):
+        main(["--calibrate", str(run)])
+    (run / "metrics.jsonl").write_text("\n".join(lines[:2]) + "\n")
+    with pytest.raises(UserError, match="needs 3 steps or more"):
+        main(["--calibrate", str(run)])
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert main(["--calibrate", str(run)]) == 0
+    assert "hardware.yaml" in capsys.readouterr().out
+    read, hardware = MeasuredRun.read(run), read_hardware(run / "hardware.yaml")
+    assert read.seconds == phases and read.lengths == Lengths(100.0, 200.0, 400)
+    step = read.predicted(hardware)
+    assert step.seconds("gen") == pytest.approx(30.0, rel=0.02)
+    assert step.seconds("update_weights") == pytest.approx(0.5, rel=0.02)
+    assert step.seconds("old_log_prob") + step.seconds("update_actor") == pytest.approx(16.0, rel=0.02)
 
 
 # --- published steps
