@@ -45,6 +45,7 @@ _GROUPS: tuple[tuple[tuple[str, ...], dict[str, tuple[str, bool]]], ...] = (
         ("gen",),
         {
             "weights and KV cache": ("memory_frac", True),
+            "products": ("round_frac", True),
             "least of a round": ("round_layer_s", False),
             "server's process": ("token_s", False),
             "requests": ("request_s", False),
@@ -55,6 +56,7 @@ _GROUPS: tuple[tuple[tuple[str, ...], dict[str, tuple[str, bool]]], ...] = (
 # Assumed of a core, beside its products.
 _CPU: dict[str, Any] = {
     "dense_frac": 0.45,
+    "round_frac": 0.45,
     "memory_bandwidth": 1e10,
     "node_bandwidth": 2e9,
     "network_bandwidth": 2e9,
@@ -130,9 +132,7 @@ _LENGTHS = (("prompt", "mean"), ("response", "mean"), ("response", "max"))
 def calibrate(run_dir: Path) -> str:
     """Writes the rates of the device of a run to HARDWARE_FILE of its directory; returns what became of the phases."""
     run = MeasuredRun.read(run_dir)
-    trainer = run.config.trainer
-    start = _cpu(run) if trainer.device == "cpu" else hardware_of(trainer.device_memory)
-    hardware = fitted(run, start)
+    start, hardware = _assumed(run), rates(run)
     write_hardware(hardware, run_dir / HARDWARE_FILE)
     changed = [
         f"  {name:<20}{getattr(start, name):>12.3g} -> {getattr(hardware, name):.3g}"
@@ -140,6 +140,16 @@ def calibrate(run_dir: Path) -> str:
         if getattr(start, name) != getattr(hardware, name)
     ]
     return "\n".join([comparison(run, hardware), "", *changed, f"written: {run_dir / HARDWARE_FILE}"])
+
+
+def rates(run: MeasuredRun) -> Hardware:
+    """The rates of the device of a run."""
+    return fitted(run, _assumed(run))
+
+
+def _assumed(run: MeasuredRun) -> Hardware:
+    trainer = run.config.trainer
+    return _cpu(run) if trainer.device == "cpu" else hardware_of(trainer.device_memory)
 
 
 def comparison(run: MeasuredRun, hardware: Hardware) -> str:

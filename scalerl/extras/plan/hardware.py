@@ -21,7 +21,7 @@ class Hardware:
     storage_bandwidth: of a node's files.
 
     The others are no data sheet's. dense_frac, mixture_frac: share of flops that passes of a dense model, and of a
-    mixture, achieve.  memory_frac: of memory_bandwidth, a decode round.  network_frac: of both bandwidths between
+    mixture, achieve.  round_frac, memory_frac: of flops and of memory_bandwidth, a decode round.  network_frac: of both bandwidths between
     devices.  sync_frac, broadcast_frac: of network_bandwidth, a weight sync to servers on the trainer's devices, and to
     others.  sync_s: of a sync in addition.
     round_layer_s: the least seconds of a layer in a decode round.  token_s, request_s: of a server's process for each
@@ -50,6 +50,7 @@ class Hardware:
     # Assumed. broadcast_frac: the median of ten published syncs (docs/planning.md).
     network_frac: float = 0.7
     broadcast_frac: float = 0.86
+    round_frac: float = 0.518
     layer_s: float = 3e-4
     mixture_frac: float = 0.3
     message_s: float = 1e-5

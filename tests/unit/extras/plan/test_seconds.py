@@ -244,6 +244,8 @@ def test_rates_of_a_directory(device: str, tmp_path: Path, capsys: pytest.Captur
     read, hardware = MeasuredRun.read(run), read_hardware(run / "hardware.yaml")
     assert read.seconds == phases and read.lengths == Lengths(100.0, 200.0, 400)
     step = read.predicted(hardware)
+    assert main(["--calibrate", str(run), "--hardware", str(run / "hardware.yaml")]) == 0
+    assert capsys.readouterr().out == comparison(read, hardware) + "\n"
     assert step.seconds("gen") == pytest.approx(30.0, rel=0.02)
     assert step.seconds("update_weights") == pytest.approx(0.5, rel=0.02)
     assert step.seconds("old_log_prob") + step.seconds("update_actor") == pytest.approx(16.0, rel=0.02)
