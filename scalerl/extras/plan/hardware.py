@@ -21,9 +21,9 @@ class Hardware:
     storage_bandwidth: of a node's files.
 
     The others are no data sheet's. dense_frac, mixture_frac: share of flops that passes of a dense model, and of a
-    mixture, achieve.  round_frac, memory_frac: of flops and of memory_bandwidth, a decode round.  network_frac: of both bandwidths between
-    devices.  sync_frac, broadcast_frac: of network_bandwidth, a weight sync to servers on the trainer's devices, and to
-    others.  sync_s: of a sync in addition.
+    mixture, achieve.  round_frac, memory_frac: of flops and of memory_bandwidth, a decode round.  network_frac: of
+    both bandwidths between devices.  sync_frac, broadcast_frac: of network_bandwidth, a weight sync to servers on the
+    trainer's devices, and to others.  sync_s: of a sync in addition.
     round_layer_s: the least seconds of a layer in a decode round.  token_s, request_s: of a server's process for each
     token that it generates, and for each sample.  layer_s, mixture_layer_s: the least seconds of a layer in a forward
     pass.  sequence_s: of attention for each sequence in a layer, where no kernel takes them together.
