@@ -40,17 +40,17 @@ class Hardware:
     node_size: int = 8
     storage_bandwidth: float = 2e9
     # Fitted to a third of the published rows (benchmarks/plan_backtest.py --fit).
-    dense_frac: float = 0.518
-    mixture_layer_s: float = 5.00e-3
-    memory_frac: float = 0.604
+    dense_frac: float = 0.529
+    mixture_layer_s: float = 5.05e-3
+    memory_frac: float = 0.631
     sync_frac: float = 0.331
-    round_layer_s: float = 2.07e-4
+    round_layer_s: float = 2.26e-4
     token_s: float = 6.87e-5
-    network_message_s: float = 1.01e-4
+    network_message_s: float = 9.06e-5
     # Assumed. broadcast_frac: the median of ten published syncs (docs/planning.md).
     network_frac: float = 0.7
     broadcast_frac: float = 0.86
-    round_frac: float = 0.518
+    round_frac: float = 0.529
     layer_s: float = 3e-4
     mixture_frac: float = 0.3
     message_s: float = 1e-5

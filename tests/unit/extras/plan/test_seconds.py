@@ -54,10 +54,10 @@ def test_lengths_have_their_mean_and_limit(mean: int) -> None:
 
 
 def test_a_round_reads_weights_and_cache() -> None:
-    """Qwen3-8B on one H100: 16e9 B, and 147,456 B for each of 64 x 2,000 tokens, at 60.4 % of 3.35e12 B/s."""
+    """Qwen3-8B on one H100: 16e9 B, and 147,456 B for each of 64 x 2,000 tokens, at a share of 3.35e12 B/s."""
     rounds = Rounds(shapes()["actor"], SERVER, H100, tp_size=1, itemsize=2)
     (reading_s,) = rounds.parts(np.array([64.0]), np.array([2000.0]))["weights and KV cache"]
-    assert reading_s == pytest.approx((16e9 + 64 * 2000 * 147_456) / (0.604 * 3.35e12))
+    assert reading_s == pytest.approx((16e9 + 64 * 2000 * 147_456) / (H100.memory_frac * 3.35e12))
     parts = rounds.parts(np.array([4096.0]), np.array([0.0]))
     assert parts["products"][0] > 0 and parts["weights and KV cache"][0] == 0, "products decide about many samples"
 
@@ -111,13 +111,13 @@ def passes(world: int = 8, tokens: int = 16384, name: str = "qwen3-8b", **sizes:
 
 
 def test_a_forward_pass_is_its_products() -> None:
-    """64 samples of 4,096 tokens on 8 ranks: 2 x 7.57e9 FLOPs a token, and attention, at 51.8 % of 989e12."""
+    """64 samples of 4,096 tokens on 8 ranks: 2 x 7.57e9 FLOPs a token, and attention, at a share of 989e12."""
     parts = passes().forward(64)
     assert parts["messages"] == parts["experts' exchange"] == parts["idle stages"] == 0
     tokens = 64 * 4096
     matrices = 2 * (8_190_735_360 - 151_936 * 4096) * tokens
     attention = 4 * 36 * 32 * 128 * tokens * 4097 / 2
-    assert parts["products"] == pytest.approx((matrices + attention) / (8 * 0.518 * 989e12), rel=1e-3)
+    assert parts["products"] == pytest.approx((matrices + attention) / (8 * H100.dense_frac * 989e12), rel=1e-3)
 
 
 def test_an_update_is_three_forward_passes_and_an_exchange() -> None:
