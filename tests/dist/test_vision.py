@@ -392,12 +392,16 @@ def test_an_adapter_is_of_the_language_model_alone(models: dict[str, str], tmp_p
     assert read_peft_config(tmp_path, shape) == adapter
 
 
+def squares(values_T: Tensor, _: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = values_T.square().sum()
+    return loss, {"loss": loss.detach()}
+
+
 def values_of(family: str, path: str, layout: dict[str, int]) -> dict[int, Tensor]:
     groups_of_job.clear()
     critic = Trainee(family, path, layout, head="value")
     values = critic.engine.values(critic.shard, critic.micro_batches)["values"]
-    update = critic.engine.update(critic.shard, critic.micro_batches, lambda values_T, _: (values_T.square().sum(), {}))
-    assert update["grad_norm"] > 0
+    assert critic.engine.update(critic.shard, critic.micro_batches, squares)["grad_norm"] > 0
     return {row: values[i] for i, row in enumerate(critic.rows)}
 
 
