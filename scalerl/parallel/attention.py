@@ -264,8 +264,8 @@ def attend_in_sequences(
     sorted_lengths = lengths[by_length]
     shifts = starts - (sorted_lengths.cumsum(0) - sorted_lengths)
     order_P = torch.arange(len(query), device=query.device) + shifts.repeat_interleave(sorted_lengths)
-    parts = (tensor[order_P] for tensor in (query, key, value))
-    attended = _per_length(*parts, tuple(sorted_lengths.tolist()), scale, is_causal=False)
+    query, key, value = (tensor[order_P] for tensor in (query, key, value))
+    attended = _per_length(query, key, value, tuple(sorted_lengths.tolist()), scale, is_causal=False)
     return torch.empty_like(attended).index_copy(0, order_P, attended)
 
 

@@ -102,8 +102,8 @@ def _attend(
     **__: Any,
 ) -> tuple[Tensor, None]:
     """Attends to the patches of one's picture, or of its window: [1, heads, N, d] each -> [1, N, heads, d]."""
-    of_patches = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    return attend_in_sequences(*of_patches, cu_seq_lens_q, int(max_length_q), scaling)[None], None
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return attend_in_sequences(query, key, value, cu_seq_lens_q, int(max_length_q), scaling)[None], None
 
 
 def _embed(
