@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from scalerl.batch.data_proto import DataProto, Jagged
 from scalerl.merge import merge
-from scalerl.models import ModelShape, copy_beside_weights
+from scalerl.models import Head, ModelShape, copy_beside_weights
 from scalerl.models.adapters import PEFT_PREFIX, Adapter, read_peft_config, resolve_targets, write_peft
 from tests.dist import layouts
 from tests.dist.launch import run_ranks
@@ -92,6 +92,7 @@ class Trainee:
         layout: dict[str, int],
         freeze: bool = False,
         adapter: Adapter | None = None,
+        head: Head = "lm",
         **megatron: Any,
     ) -> None:
         from scalerl.config.schema import MegatronConfig, OptimConfig
@@ -108,7 +109,7 @@ class Trainee:
         # So large that it never clips.
         optim = OptimConfig(lr=1e-3, clip_grad=1e9)
         config = MegatronConfig(**{"dtype": "float32"} | megatron)
-        beside = {"freeze_vision_tower": freeze, "adapter": adapter}
+        beside = {"freeze_vision_tower": freeze, "adapter": adapter, "head": head}
         self.engine = MegatronEngine(path, config, self.groups, optim=optim, **beside)
 
     def logprobs(self) -> dict[int, Tensor]:
@@ -122,19 +123,16 @@ class Trainee:
         return {name: tensor.clone() for bucket in self.engine.export_buckets(20_000) for name, tensor in bucket}
 
 
-def measure(models: dict[str, str], layout: dict[str, int], megatron: dict[str, Any]) -> dict[str, FromEngine]:
+def measure(family: str, path: str, layout: dict[str, int], megatron: dict[str, Any]) -> FromEngine:
     groups_of_job.clear()
-    numbers = {}
-    for family, path in models.items():
-        # Without the distributed optimizer every rank has the whole sum of the gradients.
-        trainee = Trainee(family, path, layout, use_distributed_optimizer=False, **megatron)
-        logprobs, before, update = trainee.logprobs(), trainee.weights(), trainee.update()
-        # In the place of the weights, gradients leave the engine under the names that transformers knows.
-        with torch.no_grad():
-            for parameter in itertools.chain(*(chunk.parameters() for chunk in trainee.engine.chunks)):
-                parameter.copy_(parameter.main_grad)
-        numbers[family] = FromEngine(logprobs, before, trainee.weights(), update)
-    return numbers
+    # Without the distributed optimizer every rank has the whole sum of the gradients.
+    trainee = Trainee(family, path, layout, use_distributed_optimizer=False, **megatron)
+    logprobs, before, update = trainee.logprobs(), trainee.weights(), trainee.update()
+    # In the place of the weights, gradients leave the engine under the names that transformers knows.
+    with torch.no_grad():
+        for parameter in itertools.chain(*(chunk.parameters() for chunk in trainee.engine.chunks)):
+            parameter.copy_(parameter.main_grad)
+    return FromEngine(logprobs, before, trainee.weights(), update)
 
 
 def token_weights(family: str) -> list[Tensor]:
@@ -155,19 +153,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def measured_on(models: dict[str, str]) -> Callable[..., list[dict[str, FromEngine]]]:
-    """Layout -> [rank][family]"""
+def measured_on(models: dict[str, str]) -> Callable[..., list[FromEngine]]:
+    """(layout, family, fields of MegatronConfig) -> [rank]"""
 
     @cache
-    def run(name: str, **megatron: Any) -> list[dict[str, FromEngine]]:
-        mine = {family: path for family, path in models.items() if (name, family) in CASES}
-        return run_ranks(LAYOUTS[name]["world_size"], measure, mine, LAYOUTS[name], megatron)
+    def run(name: str, family: str, **megatron: Any) -> list[FromEngine]:
+        return run_ranks(LAYOUTS[name]["world_size"], measure, family, models[family], LAYOUTS[name], megatron)
 
     return run
 
 
 def is_main(case: tuple[str, str]) -> bool:
-    return case in (("one", "qwen2_5_vl"), ("tp2", "qwen3_vl"), ("cp2", "qwen3_vl"))
+    return case in (("one", "qwen2_5_vl"), ("tp2", "qwen3_vl"))
 
 
 on_layouts = pytest.mark.parametrize(("layout", "family"), mostly_full(CASES, is_main))
@@ -176,7 +173,7 @@ on_layouts = pytest.mark.parametrize(("layout", "family"), mostly_full(CASES, is
 @pytest.fixture
 def measured(layout: str, family: str, measured_on: Callable) -> list[FromEngine]:
     """One for each rank."""
-    return [rank[family] for rank in measured_on(layout)]
+    return measured_on(layout, family)
 
 
 @pytest.fixture
@@ -184,12 +181,17 @@ def hf(models: dict[str, str], family: str) -> PreTrainedModel:
     return load_tiny_vision_model(Path(models[family]), family)
 
 
-def of_transformers(hf: PreTrainedModel, row: dict[str, Tensor]) -> Tensor:
-    """Log-probs [tokens of the row], 0 at the first token."""
+def hidden_states(hf: PreTrainedModel, row: dict[str, Tensor]) -> Tensor:
+    """[tokens of the row, H] what the output layer multiplies."""
     ids = row["input_ids"]
     pictures = {name: row[name] for name in ("pixel_values", "image_grid_thw") if len(row["image_grid_thw"])}
     types = (ids == hf.config.image_token_id).int()
-    logits = hf(input_ids=ids[None], mm_token_type_ids=types[None], use_cache=False, **pictures).logits[0]
+    return hf.model(input_ids=ids[None], mm_token_type_ids=types[None], use_cache=False, **pictures)[0][0]
+
+
+def of_transformers(hf: PreTrainedModel, row: dict[str, Tensor]) -> Tensor:
+    """Log-probs [tokens of the row], 0 at the first token."""
+    ids, logits = row["input_ids"], hf.lm_head(hidden_states(hf, row))
     distribution = (logits / TEMPERATURE).log_softmax(-1)[:-1]
     return torch.cat([torch.zeros(1), distribution.gather(1, ids[1:, None])[:, 0]])
 
@@ -241,10 +243,11 @@ def test_gradient(measured: list[FromEngine], family: str, hf: PreTrainedModel) 
 
 
 @pytest.mark.shows("log-probs", "train step", layout="one", dtype="bfloat16")
-@pytest.mark.parametrize("family", mostly_full(DENSE, lambda family: family == "qwen3_vl"))
+@pytest.mark.full
+@pytest.mark.parametrize("family", DENSE)
 @torch.no_grad()
 def test_bfloat16_is_near(measured_on: Callable, hf: PreTrainedModel, family: str) -> None:
-    half, whole = measured_on("one", dtype="bfloat16")[0][family], measured_on("one")[0][family]
+    half, whole = measured_on("one", family, dtype="bfloat16")[0], measured_on("one", family)[0]
     rows = picture_rows(family, PICTURES)
     errors = torch.cat([half.logprobs[number] - of_transformers(hf, row) for number, row in enumerate(rows)])
     assert 0 < float(errors.abs().mean()) < BFLOAT16_MEAN
@@ -343,24 +346,26 @@ def test_a_frozen_tower_stays_as_it_is(models: dict[str, str], tmp_path: Path, f
         run(family, models, "one", load=tmp_path / "saved")
 
 
-@pytest.mark.parametrize("family", mostly_full(DENSE, lambda family: family == "qwen3_vl"))
+@pytest.mark.full
+@pytest.mark.parametrize("family", DENSE)
 def test_recompute_and_whole_sequences_change_no_number(measured_on: Callable, family: str) -> None:
     """Layers that compute their forward pass again see the deepstack's features, and pass their gradients on once.
 
     Without sequence parallelism each tp rank has the gradients of all tokens.
     """
-    plain = measured_on("tp2")
+    plain = measured_on("tp2", family)
     for options in (
         {"recompute_granularity": "full"},
         {"recompute_granularity": "selective"},
         {"sequence_parallel": False},
     ):
-        for rank, expected in zip(measured_on("tp2", **options), plain, strict=True):
-            for name, gradient in expected[family].gradients.items():
-                torch.testing.assert_close(rank[family].gradients[name], gradient, rtol=1e-5, atol=1e-7)
+        for rank, expected in zip(measured_on("tp2", family, **options), plain, strict=True):
+            for name, gradient in expected.gradients.items():
+                torch.testing.assert_close(rank.gradients[name], gradient, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("family", mostly_full(DENSE, lambda family: family == "qwen2_5_vl"))
+@pytest.mark.full
+@pytest.mark.parametrize("family", DENSE)
 def test_an_adapter_is_of_the_language_model_alone(models: dict[str, str], tmp_path: Path, family: str) -> None:
     """Some projections of Qwen2.5-VL's tower have the names of the language model's."""
     shape = ModelShape.from_hf(models[family])
@@ -384,3 +389,28 @@ def test_an_adapter_is_of_the_language_model_alone(models: dict[str, str], tmp_p
         name.removeprefix(PEFT_PREFIX) for name in names
     }
     assert read_peft_config(tmp_path, shape) == adapter
+
+
+def squares(values_T: Tensor, _: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = values_T.square().sum()
+    return loss, {"loss": loss.detach()}
+
+
+def values_of(family: str, path: str, layout: dict[str, int]) -> dict[int, Tensor]:
+    groups_of_job.clear()
+    critic = Trainee(family, path, layout, head="value")
+    values = critic.engine.values(critic.shard, critic.micro_batches)["values"]
+    assert critic.engine.update(critic.shard, critic.micro_batches, squares)["grad_norm"] > 0
+    return {row: values[i] for i, row in enumerate(critic.rows)}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", DENSE)
+@torch.no_grad()
+def test_values_of_a_critic(models: dict[str, str], hf: PreTrainedModel, family: str) -> None:
+    """Those of the hidden states that transformers makes of the tokens before."""
+    (values,) = run_ranks(1, values_of, family, models[family], ONE)
+    head = torch.randn(1, 64, generator=torch.Generator().manual_seed(0)) / 65
+    for number, row in enumerate(picture_rows(family, PICTURES)):
+        expected = torch.cat([torch.zeros(1), (hidden_states(hf, row) @ head.T)[:-1, 0]])
+        torch.testing.assert_close(values[number], expected, rtol=0, atol=ABSOLUTE)
