@@ -234,7 +234,7 @@ class FlopsShape:
     def train(self, seq_lens: Iterable[int], patches: Patches | None = None) -> float:
         """FLOPs of a forward and backward pass."""
         lengths = list(seq_lens)
-        of_tower = 0.0 if self.tower is None else sum(self.tower.train(of_row) for of_row in patches or ())
+        of_tower = 0.0 if self.tower is None else sum(map(self.tower.train, () if patches is None else patches))
         return self.forward(lengths) + self.backward(lengths) + of_tower
 
 
