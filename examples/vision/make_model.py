@@ -79,7 +79,7 @@ def make_model(out: Path, seed: int, family: str = "qwen2_5_vl") -> Path:
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **rope},
     }
     vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 128}
-    start, end, image, video = tokenizer.convert_tokens_to_ids(list(VISION))
+    start, end, image, video = (tokenizer.convert_tokens_to_ids(token) for token in VISION)
     config = AutoConfig.for_model(
         family,
         text_config=text,

@@ -33,7 +33,7 @@ def score(model_dir: Path, data: Path) -> float:
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     images = Qwen2VLImageProcessorPil.from_pretrained(model_dir)
-    model = AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float32).eval()
+    model: Any = AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float32).eval()
     rows = pq.read_table(data).to_pylist()
     scores = []
     for row in rows:

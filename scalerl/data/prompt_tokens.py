@@ -167,7 +167,9 @@ def _with_pictures(tokens: Tokens, prompt: Conversation, processor: PictureProce
     if tokens.problem:
         return tokens
     try:
-        return tokens._replace(input_ids=np.asarray(processor.expand(tokens.input_ids, prompt.images), np.int32))
+        return tokens._replace(
+            input_ids=np.asarray(processor.expand(tokens.input_ids.tolist(), prompt.images), np.int32)
+        )
     except PictureError as error:
         return tokens._replace(picture_error=error)
 

@@ -299,9 +299,13 @@ class Servers:
             with self._waiting():
                 ask.output = await self._make_turn(self, number, ask)
         trajectory.parts.append(ask.output)
-        if not self.placeholders.isdisjoint(ask.output.output_ids):
+        if self.says_placeholder(ask.output):
             trajectory.max_tokens = trajectory.num_tokens
         return ask.output
+
+    def says_placeholder(self, output: GenerateOutput) -> bool:
+        """Whether the policy has sampled a token that stands for a picture."""
+        return not self.placeholders.isdisjoint(output.output_ids)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -441,6 +445,8 @@ def _wrong(returned: Trajectory, servers: Servers) -> str | None:
     limit = servers.sampling.max_new_tokens
     if returned.num_tokens > limit:
         return f"returned {returned.num_tokens} tokens, at most {limit} fit; add tokens by trajectory.observe"
+    if servers.placeholders and (wrong := _wrong_pictures(returned, servers)):
+        return wrong
     reward = returned.reward
     if reward is not None and number_of(reward) is None:
         return f"set the reward {reward!r:.80}; set a finite number, or None for the reward function's"
@@ -448,3 +454,15 @@ def _wrong(returned: Trajectory, servers: Servers) -> str | None:
         if number_of(turn.reward) is None:
             return f"set the reward {turn.reward!r:.80} of turn {number}; set a finite number"
     return None
+
+
+def _wrong_pictures(returned: Trajectory, servers: Servers) -> str | None:
+    observed = [token for part in returned.parts if isinstance(part, Observation) for token in part.output_ids]
+    found = sum(token in servers.placeholders for token in (*returned.prompt_ids, *observed))
+    expected = sum(picture.num_tokens for picture in returned.pictures)
+    if found == expected:
+        return None
+    return (
+        f"returned {found} placeholders for pictures of {expected}; give pictures with the tokens in which they stand: "
+        "tools.encode(text, pictures), trajectory.observe(ids, pictures)"
+    )

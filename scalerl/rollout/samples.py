@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,7 @@ class SampleRequest:
     asks: Sequence[Ask] = ()
     routing: RoutingShape | None = None
     max_prompt_length: int | None = None
-    pictures: Awaitable[Sequence[Picture]] | None = None
+    pictures: asyncio.Future[list[Picture]] | None = None
 
 
 async def make_samples(
@@ -101,7 +101,7 @@ async def make_samples(
         try:
             async with at_a_time:
                 if request.pictures is not None:
-                    servers.pictures = list(await request.pictures)
+                    servers.pictures = await request.pictures
                 sample = await attempt_program(program, request.prompt, servers, tools, config)
             on_sample(sample)
             unfinished.remove(servers)

@@ -101,7 +101,7 @@ def place(run: SFTRun, dataset: SFTDataset, rows: Sequence[int]) -> ShardedBatch
     """Assigns the rows, as one mini-batch, to the data-parallel ranks, which hold the data set themselves."""
     picked = [dataset[row] for row in rows]
     num_tokens_S = np.array([len(row.input_ids) for row in picked])
-    patches_S = column_of([row.picture_patches for row in picked])
+    patches_S = [row.picture_patches for row in picked]
     plan = plan_step(
         num_tokens_S,
         mini_batches=[range(len(picked))],
@@ -112,7 +112,7 @@ def place(run: SFTRun, dataset: SFTDataset, rows: Sequence[int]) -> ShardedBatch
     )
     samples = {
         "row": np.array(rows),
-        PICTURE_PATCHES.name: patches_S,
+        PICTURE_PATCHES.name: column_of(patches_S),
         "num_tokens": num_tokens_S,
         "num_loss_tokens": np.array([sum(row.loss_mask) for row in picked]),
     }
@@ -131,7 +131,9 @@ def throughput(run: SFTRun, batch: ShardedBatch, timing_s: dict[str, float]) -> 
         "perf/throughput": num_tokens / (timing_s["step"] * mfu_basis.num_devices),
     }
     metrics |= packing_metrics(batch.samples["num_tokens"], batch.plan)
-    train_flops = mfu_basis.flops.train(batch.samples["num_tokens"].tolist(), batch.samples[PICTURE_PATCHES.name])
+    train_flops = mfu_basis.flops.train(
+        batch.samples["num_tokens"].tolist(), batch.samples[PICTURE_PATCHES.name].tolist()
+    )
     utilization = mfu(train_flops, timing_s["update"], mfu_basis.num_devices, mfu_basis.peak)
     return metrics | ({} if utilization is None else {"train/mfu": utilization, "perf/mfu/actor": utilization})
 

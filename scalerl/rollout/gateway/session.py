@@ -112,6 +112,8 @@ class Session:
         try:
             await self._look_at(messages)
             parent = self._known(messages, tools, agent)
+            if parent is not None and any(map(self.servers.says_placeholder, (turn.output for turn in parent.path))):
+                raise self._too_long(parent.num_tokens_before + len(parent.output.output_ids))
             is_branch = parent is not None and self._has_child(parent)
             new = messages if parent is None else messages[len(parent.messages) :]
             pictures = [self.pictures[url] for url in images_of(new)]

@@ -368,7 +368,7 @@ class RolloutWorker(HeldBatches, Reusable):
         ends = dict.fromkeys([*sampling.stop_token_ids, *sorted(self.processor.placeholders)])
         return replace(sampling, stop_token_ids=tuple(ends))
 
-    def _read(self, dataset: str, prompt: PromptRow) -> asyncio.Task[list[Picture]] | None:
+    def _read(self, dataset: str, prompt: PromptRow) -> asyncio.Future[list[Picture]] | None:
         """Begins to decode the pictures of a prompt, in a thread."""
         processor = self.processor
         if processor is None or not prompt.images:

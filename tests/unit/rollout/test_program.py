@@ -438,7 +438,9 @@ def test_observed_pictures_are_asked_with_and_never_cut() -> None:
         await servers.generate(trajectory)
         return trajectory
 
-    own = Servers(policy, [9, 9, 9], SamplingParams(8), uid=7, sample_index=1, seed=5, pictures=[picture(3)])
+    own = Servers(
+        policy, [9, 9, 9], SamplingParams(8), uid=7, sample_index=1, seed=5, pictures=[picture(3)], placeholders=[9]
+    )
     trajectory = run_program(look, PROMPT, own, TOOLS)
     assert [[shown.num_tokens for shown in ask.pictures] for ask in asked] == [[3], [3, 2], [3, 2]]
     # Six of eight tokens were there, and the second picture has four.
@@ -471,3 +473,18 @@ def test_a_policy_that_samples_a_placeholder_says_no_more() -> None:
     trajectory = run_program(talk, PROMPT, own, TOOLS)
     assert trajectory.token_ids == [5, 9] and trajectory.response_mask == [True, True] and trajectory.is_cut
     assert [len(ask.pictures) for ask in asked] == [1, 0]
+
+
+def test_placeholders_without_their_pictures_are_the_program_s_mistake() -> None:
+    async def policy(sample: Servers, number: int, ask: Ask) -> GenerateOutput:
+        return GenerateOutput("r", 0, [5], [-0.5], "stop", 4)
+
+    async def show(prompt: PromptRow, servers: Servers, tools: Tools) -> Trajectory:
+        trajectory = servers.begin()
+        await servers.generate(trajectory)
+        trajectory.observe([9, 9])
+        return trajectory
+
+    own = Servers(policy, [1], SamplingParams(8), uid=7, sample_index=1, seed=5, placeholders=[9])
+    with pytest.raises(UserCodeError, match="returned 2 placeholders for pictures of 0; give pictures with the tokens"):
+        run_program(show, PROMPT, own, TOOLS)
