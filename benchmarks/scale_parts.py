@@ -348,7 +348,7 @@ def make_rollout(config: PPOConfig, pool: ResourcePool, group: WorkerGroup, work
     rollout.config, rollout.servers, rollout.judge, rollout.rollout = config, servers, None, servers.rollout
     rollout.timeout_s, rollout.running, rollout.val_uids = 600.0, [], []
     rollout.num_restarts = rollout.num_judge_restarts = rollout.num_resubmitted = 0
-    rollout.said = set()
+    rollout.said, rollout.spans = set(), []
     processes = [
         PooledActor(worker, worker.__ray_ready__.remote(), ActorSpec(RolloutWorker, 0, 0)) for worker in workers
     ]

@@ -35,6 +35,7 @@ commands:
   merge     a checkpoint -> a Hugging Face model directory
   inspect   what is in a checkpoint, and whether it is what was saved
   verify-resume  whether a run (of train or sft) that stops goes on to the same numbers, with your configuration
+  report    one HTML page that explains a run: learning, time, who waited for whom, faults, samples
   replay    a step again from its dump and the checkpoint before it: loss, gradient norm, weights
   doctor    versions, devices, what is missing and what that changes
 
@@ -86,6 +87,7 @@ COMMANDS = {
     "merge": "scalerl.merge.command:merge_main",
     "inspect": "scalerl.merge.inspect:main",
     "verify-resume": "scalerl.extras.verify.resume:main",
+    "report": "scalerl.extras.report.command:main",
     "replay": "scalerl.extras.verify.replay:main",
     "doctor": "scalerl.commands.doctor.command:main",
 }

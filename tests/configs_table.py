@@ -5,8 +5,9 @@ from __future__ import annotations
 from scalerl.base.files import GIB
 from scalerl.config import world_size
 from scalerl.config.value_checks import device_memory_bytes
+from scalerl.extras.plan.hardware import HARDWARE
 from scalerl.extras.plan.plan import ADAPTERS, STATES, MemoryPlan, memory_plan
-from scalerl.extras.plan.seconds import predicted_seconds
+from scalerl.extras.plan.seconds import lengths_of, step_seconds
 from tests.model_configs import FILES, run_config, run_shapes
 
 _COLUMNS = (
@@ -33,6 +34,7 @@ def _row(name: str, memory_bytes: int) -> str:
     plan = memory_plan(cfg, shapes, memory_bytes=memory_bytes)
     server = plan.server
     assert server is not None and server.kv_tokens is not None
+    seconds = step_seconds(cfg, shapes, server, HARDWARE["h100"], lengths_of(cfg)).total
     fits = " (refused)" if plan.problems() else ""
     cells = [
         f"`{name}`",
@@ -42,7 +44,7 @@ def _row(name: str, memory_bytes: int) -> str:
         f"{(server.weights + server.kv_bytes + server.states + server.adapters) / GIB:.1f}{fits}",
         f"{max(0, server.kv_tokens):,}",
         f"{plan.checkpoint_bytes / GIB:.0f}",
-        f"{predicted_seconds(cfg, shapes, plan):.0f}" if plan.concurrency else "-",
+        f"{seconds:.0f}" if plan.concurrency else "-",
     ]
     return f"| {' | '.join(cells)} |"
 

@@ -15,6 +15,8 @@ DOORS = {
     "foreign_keys": "scalerl.extras.verl.keys:Translator",
     # The check whether a run fits its devices (`trainer.checks.machine.PlanMemory`).
     "plan_memory": "scalerl.extras.plan.check:plan_memory",
+    # The report of a run that ends (`trainer.own_report`).
+    "report": "scalerl.extras.report.command:at_the_end",
     # What an SGLang server needs to start without a GPU (`rollout.servers.engines.sglang`).
     "sglang_on_cpu": "scalerl.extras.sglang_cpu.server:on_cpu",
     # The environment in which sglang is imported without a GPU.

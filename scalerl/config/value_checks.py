@@ -144,6 +144,8 @@ DEVICES_GIB = {
     "h20": 95.0,
     "h200": 139.8,
     "b200": 178.3,
+    "gb200": 184.0,
+    "mi300x": 191.5,
 }
 _UNITS = {"MB": 10**6, "GB": 10**9, "MIB": 1 << 20, "GIB": GIB}
 _SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})", re.IGNORECASE)

@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Of each sequence, the patches of each of its pictures.
-Patches = Sequence[Sequence[int]]
+Patches = Iterable[Sequence[int]]
 
 # FLOP/s of dense matrix products as the vendors' data sheets state them, without structured sparsity:
 # (name, bfloat16 and float16 with float32 accumulation, float32 without TF32). First match counts.
@@ -234,8 +235,10 @@ class FlopsShape:
     def train(self, seq_lens: Iterable[int], patches: Patches | None = None) -> float:
         """FLOPs of a forward and backward pass."""
         lengths = list(seq_lens)
-        of_tower = 0.0 if self.tower is None else sum(map(self.tower.train, () if patches is None else patches))
-        return self.forward(lengths) + self.backward(lengths) + of_tower
+        flops = self.forward(lengths) + self.backward(lengths)
+        if self.tower is not None and patches is not None:
+            flops += sum(self.tower.train(of_row) for of_row in patches)
+        return flops
 
 
 def device_peak_flops(device_name: str, dtype: str | torch.dtype) -> float | None:
@@ -291,6 +294,7 @@ def mfu(flops: float, seconds: float, num_devices: int, peak: float | None) -> f
     return flops / (seconds * num_devices * peak)
 
 
+@cache
 def flops_shape(shape: ModelShape) -> FlopsShape:
     """The sizes of a model, and of its head, that its floating-point operations follow from."""
     whole = FlopsShape(

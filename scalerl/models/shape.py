@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -108,7 +108,7 @@ class ModelShape:
     vocab_size: int
     max_position_embeddings: int
     rope_theta: float
-    rope_scaling: dict[str, Any] | None
+    rope_scaling: dict[str, Any] | None = field(hash=False)
     norm_eps: float
     tie_word_embeddings: bool
     qk_norm: bool

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from math import prod
 
 from scalerl.models.block_scales import FP8_BLOCK, is_quantized
@@ -16,18 +16,21 @@ FLOAT = 4
 ITEMSIZE = {"float32": FLOAT, "bfloat16": 2, "float16": 2}
 
 
-def counted_params(shape: ModelShape) -> Iterator[tuple[Param, int]]:
+@cache
+def counted_params(shape: ModelShape) -> tuple[tuple[Param, int], ...]:
     """The parameters, each with how many there are like it: one expert of a layer stands for all."""
     with_one = replace(shape, num_experts=min(1, shape.num_experts))
-    for param in family_of(shape).params(with_one):
-        yield param, 1 if param.expert is None else shape.num_experts
+    params = family_of(shape).params(with_one)
+    return tuple((param, 1 if param.expert is None else shape.num_experts) for param in params)
 
 
+@cache
 def num_parameters(shape: ModelShape) -> int:
     """The number of parameters of the whole model, as its files hold them."""
     return sum(count * _numbers(param, shape) for param, count in counted_params(shape))
 
 
+@cache
 def model_bytes(shape: ModelShape, itemsize: int, *, in_fp8: bool = False) -> int:
     """The bytes of the whole model in Hugging Face's tensors: what a weight sync sends.  in_fp8: to servers in fp8."""
     return sum(
@@ -48,6 +51,7 @@ def stored_itemsize(param: Param, shape: ModelShape, itemsize: int, *, in_fp8: b
     return itemsize
 
 
+@cache
 def largest_tensor(shape: ModelShape) -> int:
     """The number of elements of the largest tensor, as a bucket of a weight sync has it."""
     return max(sum(map(prod, param.hf_shapes(shape).values())) for param, _ in counted_params(shape))

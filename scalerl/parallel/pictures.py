@@ -156,8 +156,8 @@ def add_tower(
     """Adds the vision tower, whose weights are not set yet, to the first chunk of the model.
 
     recompute: its blocks keep no activations.  sp_group: of the tp ranks that share the tokens; None: they do not.
-    always: it computes in each micro-batch that is trained, one without pictures too: ranks that exchange gradients as
-    they come (overlap_grad_reduce) need those of every parameter, and in one order.
+    always: one that is trained computes in each micro-batch, without pictures too: ranks that exchange gradients as
+    they come, or parameters as they are needed (overlap_grad_reduce, overlap_param_gather), do so in one order.
     """
     vision = shape.vision
     assert vision is not None
@@ -165,12 +165,21 @@ def add_tower(
     tower.requires_grad_(not shape.frozen_tower)
     if recompute and not shape.frozen_tower:
         keep_no_activations(tower)
-    chunk.add_module(TOWER_MODULE, tower)
+    _insert(chunk, tower)
     chunk.register_forward_pre_hook(partial(_embed, sp_group, vision if always else None), with_kwargs=True)
     layers: Any = chunk.get_submodule("decoder.layers")
     for number in range(len(vision.deepstack_blocks)):
         layers[number].register_forward_hook(partial(_add_deepstack, number), with_kwargs=True)
     chunk.register_forward_hook(_forget_deepstack, with_kwargs=True)
+
+
+def _insert(chunk: torch.nn.Module, tower: torch.nn.Module) -> None:
+    """Adds the tower after the embedding: megatron exchanges parameters in the order of their modules."""
+    others = {name: module for name, module in chunk.named_children() if name != "embedding"}
+    for name in others:
+        delattr(chunk, name)
+    for name, module in {TOWER_MODULE: tower, **others}.items():
+        chunk.add_module(name, module)
 
 
 def keep_no_activations(tower: Any) -> None:
@@ -201,11 +210,11 @@ def _embed(
     embedded = chunk.embedding(input_ids, position_ids)
     tower = chunk.get_submodule(TOWER_MODULE)
     pictures: Pictures | None = kwargs["packed_seq_params"].pictures
-    is_trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in tower.parameters())
+    is_trained = any(parameter.requires_grad for parameter in tower.parameters())
     if pictures is None and is_trained and always is not None:
         pictures = _nowhere(always, embedded.device)
     if pictures is not None:
-        with torch.set_grad_enabled(is_trained):
+        with torch.set_grad_enabled(is_trained and torch.is_grad_enabled()):
             features = _features(tower, pictures, embedded.dtype, sp_group)
         embedded = embedded.index_copy(0, pictures.places, features[pictures.features, None])
     return args, kwargs | {"decoder_input": embedded}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -101,7 +102,7 @@ class ServerChooser:
 class _Job:
     """A request that a server runs.
 
-    owed: most tokens of each missing sample.  aborted: samples to be continued.
+    owed: most tokens of each missing sample.  aborted: samples to be continued.  began_s: when, since 1970.
     """
 
     server: int
@@ -109,6 +110,7 @@ class _Job:
     request: GenerateRequest
     owed: dict[SampleKey, int]
     aborted: list[GenerateOutput] = field(default_factory=list)
+    began_s: float = field(default_factory=time.time)
 
 
 class Dispatcher:
@@ -239,6 +241,7 @@ class Dispatcher:
     async def _serve(self, job: _Job) -> None:
         try:
             async for output in job.client.generate(job.request):
+                output.served = (job.server, job.began_s)
                 # An output that was not asked for is an error, which _collect raises.
                 if output.key in job.owed:
                     self.chooser.give_back(job.server, 1, job.owed.pop(output.key))

@@ -26,6 +26,7 @@ from scalerl.data.pictures import cut, expand
 from scalerl.errors import RunError, UserError
 from scalerl.rewards.manager import number_of
 from scalerl.rollout.servers.requests import ABORTED, NO_VERSION, GenerateOutput, SamplingParams
+from scalerl.tracking.timeline import Spans
 
 if TYPE_CHECKING:
     from scalerl.config.schema import ProgramConfig
@@ -162,6 +163,7 @@ class Sample:
 
     error: why there is no result, and the prompt alone; None: there is one.
     model_s, other_s: seconds in which the program waited for turns, and the others.
+    spans: its part of the run's timeline.
     """
 
     uid: int
@@ -170,6 +172,7 @@ class Sample:
     error: str | None = None
     model_s: float = field(default=0.0, compare=False)
     other_s: float = field(default=0.0, compare=False)
+    spans: Spans = field(default_factory=Spans, compare=False, repr=False)
 
     @property
     def episodes(self) -> list[list[Trajectory]]:
@@ -242,6 +245,8 @@ class Servers:
         # Seconds in which the program waited for turns; those of turns at the same time count once.
         self.model_s = 0.0
         self._num_waits, self._waits_since = 0, 0.0
+        # Its part of the run's timeline. A program may add what it does: `with servers.spans("search"):`.
+        self.spans = Spans()
 
     def begin(
         self, prompt_ids: Sequence[int] | None = None, *, agent: str = "", pictures: Sequence[Picture] = ()
@@ -296,8 +301,10 @@ class Servers:
             # The program that begins again gives its turns their rewards again.
             ask.output = replace(output, reward=0.0)
         if ask.output is None or not ask.output.finished:
+            began_s = time.time()
             with self._waiting():
                 ask.output = await self._make_turn(self, number, ask)
+            self._record(number, ask.output, began_s)
         trajectory.parts.append(ask.output)
         if self.says_placeholder(ask.output):
             trajectory.max_tokens = trajectory.num_tokens
@@ -306,6 +313,15 @@ class Servers:
     def says_placeholder(self, output: GenerateOutput) -> bool:
         """Whether the policy has sampled a token that stands for a picture."""
         return not self.placeholders.isdisjoint(output.output_ids)
+
+    def _record(self, number: int, turn: GenerateOutput, began_s: float) -> None:
+        """Records when a turn waited for a server, and when that made it."""
+        server, sent_s = turn.served or (-1, began_s)
+        # A turn that was continued on another server was asked for before.
+        if sent_s > began_s:
+            self.spans.add("queued", began_s, sent_s)
+        about = {"turn": number, "tokens": len(turn.output_ids), "server": server}
+        self.spans.add("turn", max(began_s, sent_s), time.time(), **about)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -403,14 +419,15 @@ async def attempt_program(
     began, why = time.monotonic(), ""
     for _ in range(config.max_attempts):
         try:
-            sample = await asyncio.wait_for(run_program(program, prompt, servers, tools), config.timeout_s)
+            with servers.spans("program"):
+                sample = await asyncio.wait_for(run_program(program, prompt, servers, tools), config.timeout_s)
         except EnvironmentFailed as error:
             why = str(error) or "EnvironmentFailed"
         except TimeoutError:
             why = f"no result within {KEY}.timeout_s={config.timeout_s:g}"
         else:
             other_s = max(0.0, time.monotonic() - began - servers.model_s)
-            return replace(sample, model_s=servers.model_s, other_s=other_s)
+            return replace(sample, model_s=servers.model_s, other_s=other_s, spans=servers.spans)
         servers.begin_again()
     return Sample(servers.uid, servers.sample_index, [servers.begin()], f"{ENVIRONMENT}{why}")
 

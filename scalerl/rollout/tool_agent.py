@@ -20,6 +20,7 @@ from scalerl.rollout.gateway.session import Parsers, RequestError, Session
 from scalerl.rollout.gateway.template import ChatTemplate, Message, arguments_of
 from scalerl.rollout.program import KEY, EnvironmentFailed, Program, Servers, Tools, Trajectory
 from scalerl.rollout.tools import OWN, load_interactions, load_tools, schema_of
+from scalerl.tracking.timeline import Spans
 
 if TYPE_CHECKING:
     from scalerl.data import PromptRow
@@ -99,11 +100,13 @@ async def _conversation(
             return
         if calls := messages[-1].get("tool_calls"):
             kept = calls[: config.max_parallel_calls]
-            messages += await asyncio.gather(*(_called(tools, call, prompt, config, counts) for call in kept))
+            spans = session.servers.spans
+            messages += await asyncio.gather(*(_called(tools, call, prompt, config, counts, spans) for call in kept))
             continue
         if _is_at(config.max_user_turns, num_users):
             return
-        text = await interaction.answer(messages, counts)
+        with session.servers.spans("user"):
+            text = await interaction.answer(messages, counts)
         if text is None:
             return
         messages.append({"role": "user", "content": text})
@@ -115,7 +118,7 @@ def _is_at(limit: int | None, number: int) -> bool:
 
 
 async def _called(
-    tools: Mapping[str, Any], call: Message, prompt: PromptRow, config: ProgramConfig, counts: Counts
+    tools: Mapping[str, Any], call: Message, prompt: PromptRow, config: ProgramConfig, counts: Counts, spans: Spans
 ) -> Message:
     """The message with what a tool answers. A call that fails answers with its error: the policy may have made it."""
     function = call["function"]
@@ -125,12 +128,14 @@ async def _called(
         tool, arguments = tools[function["name"]], arguments_of(function)
         if not isinstance(arguments, dict):
             raise TypeError(f"arguments are {json.dumps(arguments)[:80]}, not an object")
-        created = await tool.create(create_kwargs=dict(own.get("create_kwargs") or {}))
-        instance = created[0] if isinstance(created, tuple) else created
-        try:
-            response, reward, _ = await tool.execute(instance, arguments, **(own.get("execute_kwargs") or {}))
-        finally:
-            await tool.release(instance, **(own.get("release_kwargs") or {}))
+        # Of tools that there are: no other text of the policy's gets onto the timeline.
+        with spans(f"tool {function['name']}"):
+            created = await tool.create(create_kwargs=dict(own.get("create_kwargs") or {}))
+            instance = created[0] if isinstance(created, tuple) else created
+            try:
+                response, reward, _ = await tool.execute(instance, arguments, **(own.get("execute_kwargs") or {}))
+            finally:
+                await tool.release(instance, **(own.get("release_kwargs") or {}))
         text = response if isinstance(response, str) else response.text or ""
         counts.tool_rewards.append(float(reward or 0.0))
     except (EnvironmentFailed, UserError, RunError):

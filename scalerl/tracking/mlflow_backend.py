@@ -121,6 +121,10 @@ class MlflowBackend:
         record = {"kind": "table", "file": f"{folder}/step_{step}.json", "table": table}
         self._submit(record | ({"images": images} if images else {}))
 
+    def tag(self, name: str, value: str) -> None:
+        """Sets a tag of the run."""
+        self._submit({"kind": "tag", "name": metric_name(name), "value": value})
+
     def finish(self, status: str) -> None:
         """Ends the run with status, and delivers waiting records within half of finish_timeout_s."""
         self._system.stop()

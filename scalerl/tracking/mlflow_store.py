@@ -114,6 +114,8 @@ def send(client: MlflowClient, run_id: str, record: Record) -> None:
             _send_file(client, run_id, file, base64.b64decode(content))
         client.log_dict(run_id, record["table"], record["file"])
         _list_table(client, run_id, record["file"])
+    elif record["kind"] == "tag":
+        client.set_tag(run_id, record["name"], record["value"])
     elif record["kind"] == "status":
         client.set_terminated(run_id, status=record["status"])
     # Opens the run again for the process that recorded it, whose end is a later record.

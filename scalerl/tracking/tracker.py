@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from scalerl.tracking.backend import (
     STATUSES,
@@ -20,8 +20,10 @@ from scalerl.tracking.backend import (
 )
 from scalerl.tracking.channel import QUEUE_SIZE, START_TIMEOUT_S, Channel
 from scalerl.tracking.console import ConsoleBackend
+from scalerl.tracking.jsonl import FileBackend
 from scalerl.tracking.metrics.metric import Metric
 from scalerl.tracking.mlflow_backend import MlflowBackend
+from scalerl.tracking.timeline import Span
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +142,22 @@ class Tracking:
         self._each(
             lambda each: each.log_table(name, columns, rows if getattr(each, "shows_images", False) else plain, step)
         )
+
+    @property
+    def has_timeline(self) -> bool:
+        """Whether a backend keeps what `log_timeline` gets."""
+        return "file" in self._channels
+
+    def log_timeline(self, spans: Iterable[Span], step: int) -> None:
+        """Logs who did what in a step; only `file` keeps it, in timeline.jsonl."""
+        if (channel := self._channels.get("file")) is not None and not self._finished:
+            kept = sorted(spans, key=lambda span: span.begin_s)
+            channel.put(lambda backend: cast(FileBackend, backend).log_timeline(kept, step))
+
+    def tag(self, name: str, value: str) -> None:
+        """Sets a tag of the MLflow run; other backends have none."""
+        if (channel := self._channels.get("mlflow")) is not None and not self._finished:
+            channel.put(lambda backend: cast(MlflowBackend, backend).tag(name, value))
 
     def phase(self, name: str) -> None:
         """Tells the progress display the phase that the run is in now."""

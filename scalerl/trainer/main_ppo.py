@@ -85,6 +85,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
         # A dry run does without torch's checkpoints.
         from scalerl.trainer.build import ppo_run
         from scalerl.trainer.custom_fit import call_fit
+        from scalerl.trainer.own_report import log_report
         from scalerl.trainer.ppo import fit
         from scalerl.trainer.run_host import run_host
 
@@ -93,6 +94,9 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
                 validation = fit(run) if inputs.fit is None else call_fit(inputs.fit, run)
                 for line in validation_lines(validation, run.tested_at, run.step):
                     run.tracker.message(line)
+                # A run that is asked to stop has no time to lose.
+                if not (cfg.trainer.val_only or run.stop.requested):
+                    log_report(run.tracker, host.run_dir)
             return run
 
         with run_host(cfg, inputs, processes, phases) as host:

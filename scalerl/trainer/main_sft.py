@@ -82,12 +82,16 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
             print(checkpoints.dry_run_text(inputs.resumed))
             return 0
 
+        from scalerl.trainer.own_report import log_report
         from scalerl.trainer.run_host import run_host
         from scalerl.trainer.sft import fit, sft_run
 
         def trained(inputs: SFTInputs) -> SFTRun:
             with sft_run(cfg, inputs, host) as run:
                 fit(run)
+                # A run that is asked to stop has no time to lose.
+                if not run.stop.requested:
+                    log_report(run.tracker, host.run_dir)
             return run
 
         with run_host(cfg, inputs, processes, phases) as host:

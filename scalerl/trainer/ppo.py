@@ -16,6 +16,7 @@ from scalerl.config import PPOConfig
 from scalerl.rollout.sampling.rollout import HybridRollout
 from scalerl.tracking import Tracking
 from scalerl.tracking.metrics import Metric, Timers, merge_metrics, validation_metrics
+from scalerl.trainer.alarms import Alarms
 from scalerl.trainer.console_texts import StartPhases
 from scalerl.trainer.dumps import dump_step, generations_table
 from scalerl.trainer.planners import Planner, plan_roles
@@ -27,6 +28,7 @@ from scalerl.trainer.saving import checkpoints
 from scalerl.trainer.saving.saves import SavedModel, Saves
 from scalerl.trainer.step_advantages import add_greedy_baseline, estimate_advantages, needs_greedy_baseline
 from scalerl.trainer.step_metrics import MfuBasis, StepOutcome, no_contrast, step_metrics
+from scalerl.trainer.step_timeline import log_timeline
 
 
 @dataclass
@@ -53,6 +55,7 @@ class Run:
     stop: StopRequest
     saves: Saves
     start: StartPhases = field(default_factory=StartPhases)
+    alarms: Alarms = field(default_factory=Alarms)
     step: int = 0
     # The step whose weights were validated last.
     tested_at: int | None = None
@@ -192,6 +195,10 @@ def log_step(run: Run, outcome: StepOutcome, *, epoch: int, more: Mapping[str, f
         run.tracker.log({**metrics, **save_metrics, **(more or {})}, step=run.step)
         for line in filter(None, [*lines, no_contrast(outcome.samples, metrics)]):
             run.tracker.message(line)
+        for alarm in run.alarms.new(run.config, metrics, run.step):
+            run.tracker.message(alarm.line(run.step))
+            run.tracker.tag(f"alarm.{alarm.name}", str(run.step))
+        log_timeline(run.tracker, run.timers, run.worker_groups, run.rollout.recorded_spans(), run.step)
         if run.saves.is_uncommitted:
             run.tracker.flush()
             run.saves.commit()
@@ -240,7 +247,7 @@ def validate_in_time(run: Run) -> dict[str, float]:
 def state_to_save(run: Run) -> dict[str, Any]:
     """The state that a checkpoint holds beside the models.
 
-    It is prompts, samples in flight, weight of the KL, MLflow run, and the driver's random states.
+    It is prompts, samples in flight, weight of the KL, MLflow run, the driver's random states, and the alarms so far.
     """
     return {
         "prompts": run.samples.prompts.state_dict(),
@@ -248,6 +255,7 @@ def state_to_save(run: Run) -> dict[str, Any]:
         "kl_ctrl": None if run.kl is None else run.kl.state_dict(),
         "mlflow_run_id": run.tracker.run_id,
         "random": generator_states(),
+        "alarms": run.alarms.state_dict(),
     }
 
 
@@ -288,6 +296,8 @@ def load(run: Run, resumed: checkpoints.Resumed) -> None:
     # The run may have started without a KL controller.
     if run.kl is not None and (kl := resumed.state.get("kl_ctrl")):
         run.kl.load_state_dict(kl)
-    # A checkpoint of an earlier version has none.
+    # A checkpoint of an earlier version has neither.
     restore_generators(resumed.state.get("random", {}))
+    if alarms := resumed.state.get("alarms"):
+        run.alarms.load_state_dict(alarms)
     run.step, run.saves.latest = resumed.step, resumed.directory

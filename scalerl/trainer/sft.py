@@ -34,6 +34,7 @@ from scalerl.trainer.saving import checkpoints
 from scalerl.trainer.saving.checkpoints import OWN_FILES, own_files
 from scalerl.trainer.saving.saves import SavedModel, Saves
 from scalerl.trainer.step_metrics import MfuBasis
+from scalerl.trainer.step_timeline import log_timeline
 
 
 @dataclass
@@ -87,6 +88,7 @@ def fit(run: SFTRun) -> None:
             run.tracker.log(to_floats(metrics) | throughput(run, batch, timing_s) | save_metrics, step=step)
             for line in lines:
                 run.tracker.message(line)
+            log_timeline(run.tracker, run.timers, [run.workers], [], step)
             if run.saves.is_uncommitted:
                 run.tracker.flush()
                 run.saves.commit()

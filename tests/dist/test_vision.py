@@ -145,7 +145,10 @@ def token_weights(family: str) -> list[Tensor]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    paths = {family: make_tiny_vision_model(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+    paths = {
+        family: make_tiny_vision_model(tmp_path_factory.mktemp(family), family, initializer_range=0.1)
+        for family in FAMILIES
+    }
     for path in paths.values():
         (path / "preprocessor_config.json").write_text("{}")
     return {family: str(path) for family, path in paths.items()}
@@ -278,7 +281,9 @@ def train(
     else:
         updates = [trainee.update() for _ in range(2)]
     weights, logprobs = trainee.weights(), trainee.logprobs()
-    tensors = dict(trainee.engine.export_adapter()) if options.get("adapter") else {}
+    tensors = {}
+    if options.get("adapter"):
+        tensors = {name: tensor.clone() for name, tensor in trainee.engine.export_adapter()}
     if save is not None:
         checkpoint.save_engine(trainee.engine, save)
     followed = [trainee.update() for _ in range(2)]

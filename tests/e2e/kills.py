@@ -22,10 +22,10 @@ from scalerl.extras.verify.differences import (
     ComparedPart,
     compared_part,
     metric_differences,
-    read_metrics,
     reproducible,
 )
 from scalerl.extras.verify.resume import MLFLOW, Pair, compare, is_of_history
+from scalerl.tracking.jsonl import read_metrics
 from scalerl.tracking.mlflow_store import read_histories
 from tests.e2e.jobs import RUN_TIMEOUT_S, Job, Process, Record
 from tests.e2e.watched_loop import PIPE

@@ -62,6 +62,7 @@ MISTAKES = {
     "plan": ["--nonsense", "none.yaml", "--device-memory", "trainer.nnode=1"],
     "verify-resume": ["--steps x", "--nonsense", "--steps 4 --at 4", "trainer.nnode=1", "sft trainer.nnode=1"],
     "replay": ["", "none", "none x", "none 1", "none 1 --nonsense"],
+    "report": ["", "none", "none --nonsense", "none --compare none"],
     "doctor": ["--nonsense", "nonsense"],
 }
 
@@ -122,7 +123,7 @@ def test_help_takes_texts_from_the_comments_and_defaults_from_the_fields():
     assert docs["trainer.total_training_steps"].comment == "null: total_epochs of the data."
     # Of two lines.
     assert docs["trainer.save_freq"].comment.startswith("Steps between checkpoints; the last step has one, too. -1:")
-    assert docs["trainer.logger"].default == "[console,mlflow]"
+    assert docs["trainer.logger"].default == "[console,mlflow,file]"
     assert docs["trainer.nnodes"].comment == ""
     sft = {doc.key: doc for doc in key_docs("sft")}
     # Written once, in the class that SFTTrainerConfig is like.

@@ -95,8 +95,8 @@ def check_scalerl(argv: list[str]) -> None:
     elif command in cli.SCHEMA_OF:
         check_keys(command, rest)
     elif command == "plan":
-        kind, overrides, _ = read_arguments(rest)
-        check_keys("sft" if kind == "sft" else "train", [*overrides, REST])
+        asked = read_arguments(rest)
+        check_keys("sft" if asked.kind == "sft" else "train", [*asked.overrides, REST])
     elif argv[:2] == ["launch", "slurm"]:
         own = [word for word in rest if word.startswith("slurm.")]
         compose("launch", own)

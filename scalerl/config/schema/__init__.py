@@ -36,6 +36,7 @@ from scalerl.config.schema.reward import (
 from scalerl.config.schema.rollout import ProgramConfig, RolloutConfig, ServerConfig
 from scalerl.config.schema.trainer import (
     LOGGERS,
+    AlarmsConfig,
     CustomFitConfig,
     RunConfig,
     SFTTrainerConfig,
@@ -49,6 +50,7 @@ __all__ = [
     "SCHEMAS",
     "ActorConfig",
     "AdapterKeys",
+    "AlarmsConfig",
     "AlgorithmConfig",
     "CriticConfig",
     "CustomClassConfig",

@@ -16,6 +16,7 @@ from scalerl.config.value_checks import (
     STEPS,
     TEXT,
     TEXTS,
+    UNIT,
     URL,
     above,
     all_or_at_least,
@@ -62,7 +63,7 @@ class RunConfig(UserFilesConfig, DevicesConfig):
     experiment_name: str = key(AUTO_NAME, TEXT)
     # Any of console, mlflow, file, tensorboard, wandb, swanlab (docs/tracking.md), or a name registered with
     # tracking.register_backend.
-    logger: list[str] = key(["console", "mlflow"], TEXTS)
+    logger: list[str] = key(["console", "mlflow", "file"], TEXTS)
     # Where MLflow keeps runs: http://host:5000, or sqlite:////home/me/mlflow.db for the runs of one machine. null: what
     # the variable MLFLOW_TRACKING_URI says, without it an SQLite file in default_local_dir.
     mlflow_tracking_uri: str | None = key(None, or_null(TEXT))
@@ -74,7 +75,7 @@ class RunConfig(UserFilesConfig, DevicesConfig):
     save_freq: int = key(-1, SAVE_FREQ)
     # Steps between validations; -1: none in between.
     test_freq: int = key(-1, all_or_at_least(1))
-    # Checkpoints, resolved config, metrics.jsonl and the MLflow file of this run.
+    # Checkpoints, resolved config, metrics.jsonl, timeline.jsonl and the MLflow file of this run.
     default_local_dir: str = key("outputs/${trainer.project_name}/${trainer.experiment_name}", TEXT)
     # URL of a second copy of the checkpoints (s3://bucket/run, gs://..., file:///...): a thread uploads each one after
     # it was saved; resume_mode=auto fetches from there what is newer than default_local_dir. null: none.
@@ -221,6 +222,27 @@ class CustomFitConfig:
 
 
 @dataclass
+class AlarmsConfig:
+    """Limits of a step's metrics beyond which the run says what is wrong with it, and what to try first
+    (docs/metrics.md#alarms); null: no such alarm."""
+
+    # KL in nats: of actor/kl_loss, actor/reward_kl_penalty and actor/ppo_kl.
+    max_kl: float | None = key(1.0, or_null(above(0)))
+    # Nats: of actor/entropy.
+    min_entropy: float | None = key(0.01, or_null(at_least(0)))
+    # Share of responses that the limit of tokens cut: of response_length/clip_ratio.
+    max_clip_ratio: float | None = key(0.5, or_null(UNIT))
+    # Of reward/equal_groups_frac.
+    max_equal_groups_frac: float | None = key(0.9, or_null(UNIT))
+    # Probability: of training/rollout_probs_diff_mean.
+    max_probs_diff: float | None = key(0.05, or_null(above(0)))
+    # Tokens of the data-parallel rank that has fewest over those of the one that has most: global_seqlen/balanced_*.
+    min_load_frac: float | None = key(0.5, or_null(UNIT))
+    # reward/num_failed over the samples of a step.
+    max_failed_frac: float | None = key(0.1, or_null(UNIT))
+
+
+@dataclass
 class TrainerConfig(RunConfig):
     """`trainer` of `scalerl train`."""
 
@@ -248,6 +270,7 @@ class TrainerConfig(RunConfig):
     # sampler and trainer differ most; 0: none.
     rollout_data_outliers: int = key(8, at_least(0))
     custom_fit: CustomFitConfig = field(default_factory=CustomFitConfig)
+    alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
 
     @check("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep")
     def actor_and_critic_kept_together(self, at: Place) -> Iterator[str]:

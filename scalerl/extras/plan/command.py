@@ -1,27 +1,37 @@
-"""The command `scalerl plan`: the memory that a run would take on devices that are not here, and what makes it fit."""
+"""The command `scalerl plan`: memory and seconds of a run on devices that are not here, and what makes it fit."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from scalerl.config import ConfigError, PPOConfig, SFTConfig, composed, model_roles, violations_of
-from scalerl.config.errors import ErrorCollector
+from scalerl.config import ConfigError, PPOConfig, SFTConfig, composed, violations_of
 from scalerl.config.value_checks import DEVICE_MEMORY_LIMIT
-from scalerl.data.model_source import model_directory
 from scalerl.errors import UserError
-from scalerl.models import Head, ModelShape
+
+if TYPE_CHECKING:
+    from scalerl.extras.plan.hardware import Hardware
 
 USAGE = f"""\
 usage: scalerl plan [train | sft] [FILE.yaml] key=value ... [--device-memory MEMORY] [--summary]
+       scalerl plan [FILE.yaml] key=value ... --tune --devices N --device-memory MEMORY
+       scalerl plan --calibrate RUN
 
-Memory of each device of a run, phase by phase, from its configuration and the config.json of its models: no device,
-no data (data.train_files and data.val_files may be missing) and no weights are needed. A run that does not fit is
-refused with the nearest settings that do (exit code 2).
+Memory of each device of a run and seconds of a step, phase by phase, from its configuration and the config.json of its
+models: no device, no data (data.train_files and data.val_files may be missing) and no weights are needed. A run that
+does not fit is refused with the nearest settings that do (exit code 2).
 
   FILE.yaml        the same as --config-dir and --config-name of that file
-  --device-memory  {DEVICE_MEMORY_LIMIT}; the same as trainer.device_memory
+  --device-memory  {DEVICE_MEMORY_LIMIT}; the same as trainer.device_memory. Seconds are those
+                   of the device that is named, of an H100 for a size
+  --mean-response  tokens of a response on average; default: half of data.max_response_length
+  --hardware       a file with the rates of a device (of --calibrate), in the place of the named one
+  --tune           layouts of a run on N devices that fit, by tokens/s of each device, and why others do not
+  --devices        devices of --tune, those of servers with devices of their own included
+  --calibrate      reads the seconds of a run in its directory (trainer.default_local_dir), and writes hardware.yaml
+                   there: the rates with which the plan has the same seconds, for --hardware
   model.path       a directory with config.json, the path of such a file (configs/models has those of large models),
                    or a name on the hub, of which config.json alone is fetched
   --summary        what a run prints at its start, without the table
@@ -37,15 +47,46 @@ _UNREAD = {
 }
 
 
+@dataclass
+class Arguments:
+    """The command line. kind: ppo or sft.  The others are those of USAGE."""
+
+    kind: str
+    overrides: list[str] = field(default_factory=list)
+    only_summary: bool = False
+    mean_response: float | None = None
+    hardware: Path | None = None
+    tune: bool = False
+    devices: int | None = None
+    calibrate: Path | None = None
+
+
 def main(argv: Sequence[str]) -> int:
     """Prints the plan; returns 0 if the run fits or the device's memory is not known, else raises ConfigError."""
     if not argv or not {"-h", "--help"}.isdisjoint(argv):
         print(USAGE)
         return 0
-    kind, overrides, only_summary = read_arguments(argv)
-    cfg = composed(kind, [*_UNREAD[kind], *overrides], rules=False).config
+    asked = read_arguments(argv)
+    if asked.calibrate is not None:
+        from scalerl.extras.plan.calibrate import calibrate
+
+        print(calibrate(asked.calibrate))
+        return 0
+    cfg = composed(asked.kind, [*_UNREAD[asked.kind], *asked.overrides], rules=False).config
+    if asked.tune:
+        from scalerl.extras.plan.shapes import shapes_of
+        from scalerl.extras.plan.tune import tune
+
+        assert asked.devices is not None and isinstance(cfg, PPOConfig)
+        print(tune(cfg, shapes_of(cfg), asked.devices, _hardware(cfg, asked), asked.mean_response))
+        return 0
+    return _plan(cfg, asked)
+
+
+def _plan(cfg: PPOConfig | SFTConfig, asked: Arguments) -> int:
     from scalerl.extras.plan.check import checked_plan, known_memory
-    from scalerl.extras.plan.report import fit_line, plan_table, summary
+    from scalerl.extras.plan.report import fit_line, plan_table, seconds_table, summary
+    from scalerl.extras.plan.shapes import shapes_of
     from scalerl.trainer.checks.models import layouts_violations
 
     on_cpu = cfg.trainer.device == "cpu"
@@ -56,75 +97,83 @@ def main(argv: Sequence[str]) -> int:
     if broken := layouts_violations(cfg, shapes):
         raise ConfigError(broken)
     plan, violations = checked_plan(cfg, shapes, known_memory(cfg.trainer, "cpu"), on_cpu=on_cpu)
-    print((summary if only_summary else plan_table)(plan))
-    if isinstance(cfg, PPOConfig) and plan.concurrency:
-        from scalerl.extras.plan.seconds import predicted_seconds
+    print((summary if asked.only_summary else plan_table)(plan))
+    # Of a device that is not known neither the rates are, nor the KV cache.
+    is_known = asked.hardware is not None if on_cpu else bool(plan.concurrency)
+    if isinstance(cfg, PPOConfig) and plan.server is not None and is_known:
+        from scalerl.extras.plan.seconds import lengths_of, step_seconds
 
-        print(f"a step on H100s: {predicted_seconds(cfg, shapes, plan):.0f} s (predicted, nothing is measured)")
+        hardware = _hardware(cfg, asked)
+        step = step_seconds(cfg, shapes, plan.server, hardware, lengths_of(cfg, asked.mean_response))
+        print(seconds_table(step, hardware, only_total=asked.only_summary))
     print(fit_line(plan))
     if violations:
         raise ConfigError(violations)
     return 0
 
 
-def read_arguments(argv: Sequence[str]) -> tuple[str, list[str], bool]:
-    """Reads the command line: (schema, overrides, whether only the summary is asked for)."""
-    arguments = list(argv)
-    command = arguments.pop(0) if arguments[0] in ("train", "sft") else "train"
-    overrides: list[str] = []
-    only_summary = False
-    while arguments:
-        argument = arguments.pop(0)
+def _hardware(cfg: PPOConfig | SFTConfig, asked: Arguments) -> Hardware:
+    from scalerl.extras.plan.hardware import hardware_of, read_hardware
+
+    return hardware_of(cfg.trainer.device_memory) if asked.hardware is None else read_hardware(asked.hardware)
+
+
+# The options that take a value -> what that is, for an error.
+_VALUES = {
+    "--device-memory": DEVICE_MEMORY_LIMIT,
+    "--mean-response": "a number of tokens above 0, such as 800",
+    "--hardware": "a file that scalerl plan --calibrate has written",
+    "--devices": "a number of devices, such as 64",
+    "--calibrate": "the directory of a finished run (trainer.default_local_dir)",
+}
+
+
+def read_arguments(argv: Sequence[str]) -> Arguments:
+    """Reads the command line.  Raises UserError for options whose value is missing or none."""
+    rest = list(argv)
+    command = rest.pop(0) if rest[0] in ("train", "sft") else "train"
+    asked = Arguments("sft" if command == "sft" else "ppo")
+    while rest:
+        argument = rest.pop(0)
+        option, _, value = argument.partition("=")
         if argument == "--summary":
-            only_summary = True
-        elif argument.startswith("--device-memory"):
-            _, _, value = argument.partition("=")
-            if not value and not arguments:
-                raise UserError(f"--device-memory: needs {DEVICE_MEMORY_LIMIT}")
-            overrides.append(f"trainer.device_memory={value or arguments.pop(0)}")
+            asked.only_summary = True
+        elif argument == "--tune":
+            asked.tune = True
+        elif option in _VALUES:
+            if not value and not rest:
+                raise UserError(f"{option}: needs {_VALUES[option]}")
+            _take(asked, option, value or rest.pop(0))
         elif argument.endswith((".yaml", ".yml")) and "=" not in argument and not argument.startswith("-"):
             file = Path(argument)
             if not file.is_file():
                 raise UserError(f"plan {argument}: there is no such file (working directory {Path.cwd()})")
-            overrides += ["--config-dir", str(file.absolute().parent), "--config-name", file.stem]
+            asked.overrides += ["--config-dir", str(file.absolute().parent), "--config-name", file.stem]
         else:
-            overrides.append(argument)
-    return ("sft" if command == "sft" else "ppo"), overrides, only_summary
+            asked.overrides.append(argument)
+    if asked.tune != (asked.devices is not None):
+        raise UserError("--tune and --devices N belong together: layouts of a run on N devices")
+    if asked.tune and asked.kind == "sft":
+        raise UserError("--tune: ranks the layouts of scalerl train; give no sft")
+    return asked
 
 
-def _shape(path: str, key: str) -> ModelShape:
-    """The shape of a model, by the path of a config.json, or as `model_directory` finds it.  Raises ValueError."""
-    file = Path(path)
-    if file.suffix == ".json" and file.is_file():
-        return ModelShape.from_config(json.loads(file.read_text(encoding="utf-8")))
-    return ModelShape.from_hf(model_directory(path, key, config_alone=True))
-
-
-def shapes_of(cfg: PPOConfig | SFTConfig) -> Mapping[str, ModelShape]:
-    """The shape of each role's model, with the head of the role; config.json alone is read, no weights.
-
-    Raises ConfigError for models that cannot be read.
-    """
-    paths: dict[str, tuple[str, str, Head]] = {}
-    if isinstance(cfg, SFTConfig):
-        paths["actor"] = (cfg.model.path, "model.path", "lm")
+def _take(asked: Arguments, option: str, value: str) -> None:
+    """Sets what an option with a value asks for."""
+    if option == "--device-memory":
+        asked.overrides.append(f"trainer.device_memory={value}")
+    elif option == "--hardware":
+        asked.hardware = Path(value)
+    elif option == "--calibrate":
+        asked.calibrate = Path(value)
     else:
-        paths["actor"] = (cfg.actor_rollout_ref.model.path, "actor_rollout_ref.model.path", "lm")
-        for role in model_roles(cfg):
-            paths[role.name] = (str(role.model_path), role.model_key, role.head)
-    shapes, violations = {}, []
-    for name, (path, key, head) in paths.items():
-        if name != "actor" and path == paths["actor"][0] and "actor" not in shapes:
-            # It has been said of the actor's.
-            continue
         try:
-            shapes[name] = _shape(path, key).with_head(head)
-        except ValueError as error:
-            violations.append(str(error) if str(error).startswith(key) else f"{key} = {path}: {error}")
-    from scalerl.trainer.checks.models import trained_shape
-
-    errors = ErrorCollector()
-    shapes |= {name: trained_shape(errors, cfg, shapes[name], name) for name in ("actor", "critic") if name in shapes}
-    if violations := [*dict.fromkeys(violations), *errors.violations]:
-        raise ConfigError(violations)
-    return shapes
+            number = float(value) if option == "--mean-response" else int(value)
+        except ValueError:
+            number = 0
+        if not 0 < number < 1e9:
+            raise UserError(f"{option} {value}: needs {_VALUES[option]}")
+        if option == "--mean-response":
+            asked.mean_response = number
+        else:
+            asked.devices = int(number)

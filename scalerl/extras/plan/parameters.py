@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 
 from scalerl.models import ModelShape, Param
@@ -82,8 +84,17 @@ class StageParameters:
         return (itemsize + 3 * FLOAT) * numbers + -(-copied // self.shared_copies)
 
 
-def stage_parameters(shape: ModelShape, layout: Layout) -> list[StageParameters]:
+def stage_parameters(shape: ModelShape, layout: Layout) -> tuple[StageParameters, ...]:
     """The parameters of every pipeline stage.  Raises ValueError if the layout cannot hold the model."""
+    # Whatever the number of copies, the parameters are the same.
+    fewest = layout.pp_size * math.lcm(layout.tp_size, layout.experts_size)
+    one = replace(layout, world_size=fewest, cp_size=1, hierarchical_cp_sizes=())
+    shared, experts = layout.dp_size * layout.cp_size, max(1, layout.stage_size // layout.experts_size)
+    return tuple(replace(stage, shared_copies=shared, expert_copies=experts) for stage in _stages(shape, one))
+
+
+@cache
+def _stages(shape: ModelShape, layout: Layout) -> tuple[StageParameters, ...]:
     trained = [param for param, _ in counted_trained_params(shape)]
     names = {param.name for param in trained}
     others = [param for param, _ in counted_params(shape) if param.name not in names]
@@ -103,11 +114,11 @@ def stage_parameters(shape: ModelShape, layout: Layout) -> list[StageParameters]
                 merged=max((prod(held.size) for held in others_here if held.pairs(shape)), default=0),
                 buffers=sum(held.numbers for held in others_here if not held.param.has_gradient),
                 largest=max((held.numbers for held in here), default=0),
-                shared_copies=layout.dp_size * layout.cp_size,
-                expert_copies=max(1, layout.stage_size // layout.experts_size),
+                shared_copies=1,
+                expert_copies=1,
             )
         )
-    return stages
+    return tuple(stages)
 
 
 @dataclass(frozen=True)

@@ -197,7 +197,7 @@ class _Model:
     shape: ModelShape
     megatron: MegatronConfig
     layout: Layout
-    stages: list[StageParameters]
+    stages: tuple[StageParameters, ...]
     max_tokens_per_micro_batch: int
     num_micro_batches: int
     has_optimizer: bool

@@ -1,11 +1,13 @@
-"""A memory plan as text: the summary that a run prints at its start, and the whole table of `scalerl plan`."""
+"""A plan as text: the summary that a run prints at its start, and the tables of `scalerl plan`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from scalerl.base.files import GIB
+from scalerl.extras.plan.hardware import Hardware
 from scalerl.extras.plan.plan import CHECKPOINT_PIECE_BYTES, SOURCES, DevicePlan, MemoryPlan
+from scalerl.extras.plan.seconds import StepSeconds
 
 
 def summary(plan: MemoryPlan) -> str:
@@ -40,6 +42,23 @@ def fit_line(plan: MemoryPlan) -> str:
     if plan.memory_bytes is None:
         return "whether it fits is not said, because the device's memory is not known: give --device-memory"
     return f"the run {'does not fit' if plan.problems() else 'fits'} devices of {plan.memory_bytes / GIB:.1f} GiB"
+
+
+def seconds_table(step: StepSeconds, hardware: Hardware, *, only_total: bool = False) -> str:
+    """A predicted step, phase by phase, each by what it waits for."""
+    rate = f"{_short(step.tokens_per_s)} tokens/s a device"
+    total = f"a step on {hardware.name} devices: {_short(step.total)} s predicted, {rate}"
+    if only_total:
+        return total
+    lines = [total + (", generation beside the rest" if step.is_beside else "")]
+    for phase, parts in step.phases.items():
+        lines.append(f"  {phase:<28}{step.seconds(phase):>8.2f} s")
+        lines += [f"    {name:<26}{seconds:>8.2f}" for name, seconds in parts.items() if seconds >= 0.005]
+    return "\n".join([*lines, "not counted: rewards, tools, validations, ranks that wait for each other", ""])
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _of(plan: MemoryPlan) -> str:

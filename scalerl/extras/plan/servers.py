@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 
 from scalerl.base.files import GIB
@@ -83,6 +84,7 @@ def _adapter_bytes(shape: ModelShape, config: ServerConfig) -> int:
     return ITEMSIZE[config.dtype] * numbers
 
 
+@cache
 def weight_bytes(
     shape: ModelShape, tp_size: int, itemsize: int, *, in_fp8: bool = False, whole_shared_experts: bool = False
 ) -> int:

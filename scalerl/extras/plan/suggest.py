@@ -33,7 +33,7 @@ def fitting_changes(
     """
 
     def fits(change: Change) -> bool:
-        config, device = _changed(cfg, change), "cpu" if on_cpu else "cuda"
+        config, device = changed(cfg, change), "cpu" if on_cpu else "cuda"
         if violations_of(config, device=device):
             return False
         try:
@@ -42,7 +42,7 @@ def fitting_changes(
             return False
 
     kinds = [list(kind) for kind in _kinds(cfg, shapes)]
-    alone = [_text(change) for kind in kinds for change in kind if fits(change)]
+    alone = [change_text(change) for kind in kinds for change in kind if fits(change)]
     if alone:
         return alone[:_MOST]
     chosen: Change = {}
@@ -52,16 +52,16 @@ def fitting_changes(
             for key in list(chosen):
                 others = {other: value for other, value in chosen.items() if other != key}
                 chosen = others if fits(others) else chosen
-            return [_text(chosen)]
+            return [change_text(chosen)]
     return []
 
 
-def _text(change: Change) -> str:
+def change_text(change: Change) -> str:
     """The change as a user writes it."""
     return " ".join(f"{key}={show(value)}" for key, value in change.items())
 
 
-def _changed(cfg: Config, change: Change) -> Config:
+def changed(cfg: Config, change: Change) -> Config:
     """A copy of the configuration in which a change, and what other sections inherit of it, is made."""
     changed = copy.deepcopy(cfg)
     for key, value in change.items():

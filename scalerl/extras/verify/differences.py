@@ -145,19 +145,6 @@ def _short(value: Any) -> str:
 # --- metrics ---
 
 
-def read_metrics(run_dir: Path) -> dict[int, dict[str, float]]:
-    """metrics.jsonl as step -> numbers; a resume replaces what the process before it logged later. {}: no file."""
-    steps: dict[int, dict[str, float]] = {}
-    path = run_dir / "metrics.jsonl"
-    for text in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        line = json.loads(text)
-        if "resumed_from" in line:
-            steps = {step: data for step, data in steps.items() if step <= line["resumed_from"]}
-        else:
-            steps.setdefault(line["step"], {}).update(line["data"])
-    return steps
-
-
 def reproducible(data: Mapping[str, float]) -> dict[str, float]:
     """The metrics of a step that two equal runs share: those that measure no time and no memory."""
     return {key: value for key, value in data.items() if not MEASURED.match(key)}

@@ -23,10 +23,10 @@ from scalerl.extras.verify.differences import (
     compare_models,
     compared_part,
     metric_differences,
-    read_metrics,
     reproducible,
     table,
 )
+from scalerl.tracking.jsonl import read_metrics
 
 if TYPE_CHECKING:
     import numpy as np

@@ -24,10 +24,10 @@ from scalerl.extras.verify.differences import (
     compare_states,
     compared_part,
     metric_differences,
-    read_metrics,
     table,
 )
 from scalerl.tracking.chart_sections import SECTIONS
+from scalerl.tracking.jsonl import read_metrics
 
 if TYPE_CHECKING:
     from scalerl.cluster.processes import Processes

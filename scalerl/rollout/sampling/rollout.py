@@ -40,6 +40,7 @@ from scalerl.rollout.servers.client import SamplingParams
 from scalerl.rollout.servers.server_set import plan_replicas
 from scalerl.tracking.metrics import Metric, Metrics, merge_metrics
 from scalerl.tracking.metrics.failed_samples import as_wrong
+from scalerl.tracking.timeline import Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,6 +104,8 @@ class HybridRollout:
         self.num_restarts = self.num_judge_restarts = 0
         # Samples asked again since that call.
         self.num_resubmitted = 0
+        # For the run's timeline, since somebody took them.
+        self.spans: list[Span] = []
         # Why samples failed, as far as it was said.
         self.said: set[str] = set()
         self.numbers = itertools.count()
@@ -253,6 +256,7 @@ class HybridRollout:
             missing = [server for batch in made.values() for server in batch.missing]
             self.servers.replace(missing, generating=bool(self.running))
             self.num_resubmitted += sum(batch.num_resubmitted for batch in made.values())
+            self.spans += [span for batch in made.values() for span in batch.spans]
             if not self.running:
                 # A server that replaced a lost one meanwhile is still idle, or generates like the others.
                 self.servers.mark_drained()
@@ -371,6 +375,11 @@ class HybridRollout:
             before, self.num_judge_restarts = self.num_judge_restarts, self.judge.num_restarts
             metrics["reward/num_judge_restarts"] = Metric(float(self.num_judge_restarts - before), "sum")
         return metrics
+
+    def recorded_spans(self) -> list[Span]:
+        """What samples and servers did in the generations that ended since the last call."""
+        spans, self.spans = self.spans, []
+        return spans
 
     def leave(self) -> None:
         """Ends running generations; the rollout workers' processes wait for another run."""

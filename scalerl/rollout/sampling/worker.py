@@ -21,7 +21,9 @@ from scalerl.rollout.sampling.dump import decoded, joined_columns, texts_of, wri
 from scalerl.rollout.sampling.groups import EarlyEndCount, GroupScores, SampleGroup
 from scalerl.rollout.sampling.held_batches import HeldBatches
 from scalerl.rollout.sampling.sample_columns import to_batch
+from scalerl.rollout.sampling.sample_spans import sample_spans
 from scalerl.tracking.metrics import Metric, Metrics
+from scalerl.tracking.timeline import Span
 
 if TYPE_CHECKING:
     from scalerl.config.schema import CustomRewardFunctionConfig, DataConfig, ProgramConfig, RewardModelConfig
@@ -55,6 +57,8 @@ class GeneratedBatch:
     unfinished: list[SampleGroup]
     # Seconds of the user's own programs (`times_of`).
     metrics: Metrics = field(default_factory=dict)
+    # For the run's timeline.
+    spans: list[Span] = field(default_factory=list)
 
 
 def times_of(samples: Sequence[Sample], program: Program) -> Metrics:
@@ -315,11 +319,13 @@ class RolloutWorker(HeldBatches, Reusable):
             for (uid, index), turns in left_over.items():
                 self.interrupted.setdefault(uid, Interrupted({}, scores.finished(uid))).asks[index] = turns
         num_resubmitted, self.replacements.num_resubmitted = self.replacements.num_resubmitted, 0
+        made = [sample for uid in results for sample in scores.finished(uid)]
         return GeneratedBatch(
             batch_id=batch_id,
             samples=batch.samples,
             reward_wait_s=time.perf_counter() - generated_at,
-            metrics=times_of([sample for uid in results for sample in scores.finished(uid)], self.program),
+            metrics=times_of(made, self.program),
+            spans=sample_spans(made, self.servers) if dataset == "train" and keep else [],
             num_resubmitted=num_resubmitted,
             missing=list(self.replacements.missing.values()),
             unfinished=[group for group in groups if group.uid not in results],
@@ -396,7 +402,8 @@ class RolloutWorker(HeldBatches, Reusable):
 
         if sample.error is not None:
             return [ScoreResult(0.0, error=sample.error) for _ in sample.trajectories]
-        results = await asyncio.gather(*(self._score_episode(dataset, prompt, own) for own in sample.episodes))
+        with sample.spans("reward"):
+            results = await asyncio.gather(*(self._score_episode(dataset, prompt, own) for own in sample.episodes))
         scored = [with_turns(result, episode) for result, episode in zip(results, sample.episodes, strict=True)]
         return [result for result, episode in zip(scored, sample.episodes, strict=True) for _ in episode]
 

@@ -77,6 +77,7 @@ class GenerateOutput:
     routed_experts: [rows, layers, k] experts of the tokens from `GenerateRequest.routed_from` to the last but one
     (`RoutingShape`); None: nothing is known of them.
     reward: what the turn alone is worth, which a program may set; it is a part of the score (`Trajectory`).
+    served: (index of the server that finished it, when that was asked, in seconds since 1970), for the timeline.
     """
 
     request_id: int | str
@@ -88,6 +89,7 @@ class GenerateOutput:
     version_spans: tuple[tuple[int, int], ...] = ()
     routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
     reward: float = 0.0
+    served: tuple[int, float] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.version_spans:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import psutil
+
+from scalerl.tracking.timeline import Spans
 
 STEP = "step"
 UNTIMED = "untimed"
@@ -26,6 +28,8 @@ class Timers:
         self, clock: Callable[[], float] = time.perf_counter, on_enter: Callable[[str], None] | None = None
     ) -> None:
         self._clock = clock
+        # Of the parts that are in no other part.
+        self.spans = Spans("driver")
         self._on_enter = on_enter
         self._open: list[str] = []
         self._seconds: dict[str, float] = {}
@@ -46,11 +50,13 @@ class Timers:
         outside = not self._open
         self._open.append(name)
         path = "/".join(part for part in self._open if part != STEP) or STEP
-        if self._on_enter is not None and path == name and name != STEP:
+        is_outer = path == name and name != STEP
+        if self._on_enter is not None and is_outer:
             self._on_enter(name)
         begin = self._clock()
         try:
-            yield
+            with self.spans(name) if is_outer else nullcontext():
+                yield
         finally:
             seconds = self._clock() - begin
             self._open.pop()

@@ -24,6 +24,7 @@ from scalerl.base.user_code import forget_files, import_files
 from scalerl.cluster.dispatch import Dispatch, MicroBatches, Worker, register
 from scalerl.parallel.layout import Layout
 from scalerl.tracking.metrics import GPUMemoryLogger, Metric, memory_phase
+from scalerl.tracking.timeline import Span, Spans
 
 if TYPE_CHECKING:
     from scalerl.checkpoint.pieces import WrittenFile
@@ -87,6 +88,7 @@ class MegatronWorker(Worker):
         self.engines: dict[str, Any] = {}
         # Phase -> seconds since `memory` that parts of its model took to get to the device and to leave it.
         self.offload_s: dict[str, float] = {}
+        self.spans = Spans(f"rank {rank}")
         # While a step is recorded.
         self.profile: StepProfile | None = None
         # With trainer.async_save, from the first save on.
@@ -236,9 +238,16 @@ class MegatronWorker(Worker):
             moved_s = arrived - began + time.perf_counter() - leaving
             self.offload_s[name] = self.offload_s.get(name, 0.0) + moved_s
 
-    def recorded(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Marks the block in a profile of the step, if there is one."""
-        return contextlib.nullcontext() if self.profile is None else self.profile.phase(name)
+    @contextlib.contextmanager
+    def recorded(self, name: str) -> Iterator[None]:
+        """Marks the block on the run's timeline, and in a profile of the step, if there is one."""
+        with self.spans(name), contextlib.nullcontext() if self.profile is None else self.profile.phase(name):
+            yield
+
+    @register(Dispatch.ONE_TO_ALL)
+    def recorded_spans(self) -> list[Span]:
+        """What this rank did since the last call."""
+        return self.spans.pop()
 
     @register(Dispatch.ONE_TO_ALL)
     def start_profile(self, tool: str, ranks: Sequence[int] | None) -> None:
@@ -283,7 +292,11 @@ class MegatronWorker(Worker):
         """Writes that role's distributed checkpoint into an existing directory."""
         from scalerl.parallel.checkpoint import save_engine
 
-        with memory_phase("save_checkpoint"), self.engines[role].on_device("params", "optimizer", reads=True):
+        with (
+            memory_phase("save_checkpoint"),
+            self.recorded(f"{role} save_checkpoint"),
+            self.engines[role].on_device("params", "optimizer", reads=True),
+        ):
             save_engine(self.engines[role], directory)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -293,7 +306,11 @@ class MegatronWorker(Worker):
 
         if self.background_save is None:
             self.background_save = BackgroundSave()
-        with memory_phase("save_checkpoint"), self.engines[role].on_device("params", "optimizer", reads=True):
+        with (
+            memory_phase("save_checkpoint"),
+            self.recorded(f"{role} save_checkpoint"),
+            self.engines[role].on_device("params", "optimizer", reads=True),
+        ):
             self.background_save.begin(role, self.engines[role], directory)
 
     @register(Dispatch.RANK_ZERO)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
+from scalerl.batch.turns import column_of
 from scalerl.config import ModelSizes, layout_violations
 from scalerl.config.schema import MegatronConfig
 from scalerl.models import HFWeights, ModelShape, family_of, read_config
@@ -133,7 +134,9 @@ def test_flops_are_those_that_torch_counts(model: Path, family: str) -> None:
     of_patches = 2 * 64 * shape.vision.numbers_per_patch * shape.vision.hidden_size
     assert flops.tower.train([64]) == counter.get_total_flops() + of_patches
     assert flops.forward([20, 9], [(64, 64), ()]) == flops.forward([20, 9]) + 2 * forward
-    assert flops.train([20, 9], [(64,), ()]) == flops.train([20, 9]) + 3 * forward
+    # As the column of a batch.
+    assert flops.train([20, 9], column_of([(64,), ()])) == flops.train([20, 9]) + 3 * forward
+    assert flops.forward([20, 9], column_of([(64,), ()])) == flops.forward([20, 9]) + forward
     frozen = flops_shape(replace(shape, frozen_tower=True))
     assert frozen.train([20], [(64,)]) == flops.train([20]) + forward
 

@@ -374,7 +374,7 @@ def test_a_run_says_what_changed_since_its_checkpoint(tmp_path: Path, model: Pat
     _, changed = checkpoints.resumed_lines(resumed, configured(tmp_path, *keys))
     assert changed == (
         "changed since that checkpoint: actor_rollout_ref.actor.optim.lr 1e-05 -> 2e-05, "
-        "trainer.logger [console,mlflow] -> [console], trainer.total_training_steps 4 -> null"
+        "trainer.logger [console,mlflow,file] -> [console], trainer.total_training_steps 4 -> null"
     )
 
 

@@ -19,9 +19,10 @@ from scalerl.config.value_checks import device_memory_bytes
 from scalerl.extras.plan.activations import micro_batches_in_flight
 from scalerl.extras.plan.check import checked_plan, known_memory, with_kv_cache
 from scalerl.extras.plan.command import main
+from scalerl.extras.plan.hardware import HARDWARE
 from scalerl.extras.plan.plan import MemoryPlan, memory_plan
 from scalerl.extras.plan.report import plan_table, summary
-from scalerl.extras.plan.seconds import has_logprob_pass, predicted_seconds
+from scalerl.extras.plan.seconds import has_logprob_pass, lengths_of, step_seconds
 from scalerl.models import ModelShape
 from scalerl.models.adapters import ALL_LINEAR, Adapter, resolve_targets
 from scalerl.parallel.layout import Layout
@@ -37,6 +38,7 @@ OFFLOADED = [
     for part in ("param", "grad", "optimizer")
 ]
 H100 = device_memory_bytes("h100")
+H100S = HARDWARE["h100"]
 
 
 @cache
@@ -304,11 +306,13 @@ def test_experts_have_adapters_on_their_ranks() -> None:
 def test_an_update_of_an_adapter_takes_a_pass_less() -> None:
     """That of the weights' gradients, less what adapters and attention have too: full recompute takes a whole one."""
     planned, shape = adapted(f"{MEGATRON}.param_offload=true"), shapes()["actor"]
+    assert planned.server is not None
     adapter = Adapter(32, 16.0, resolve_targets(shape, ALL_LINEAR))
 
     def seconds(own: Adapter | None, granularity: str) -> float:
         cfg = config(*LORA, f"{MEGATRON}.recompute_granularity={granularity}")
-        return predicted_seconds(cfg, {"actor": replace(shape, adapter=own), "ref": shape}, planned)
+        models = {"actor": replace(shape, adapter=own), "ref": shape}
+        return step_seconds(cfg, models, planned.server, H100S, lengths_of(cfg)).total
 
     a_pass = seconds(None, "full") - seconds(None, "null")
     assert 0.8 * a_pass < seconds(None, "full") - seconds(adapter, "full") < a_pass
@@ -412,11 +416,11 @@ def test_seconds_count_the_passes_that_a_step_makes() -> None:
     one = config(*more, "actor_rollout_ref.actor.ppo_mini_batch_size=64")
     planned = memory_plan(one, shapes(), memory_bytes=H100)
     assert has_logprob_pass(two) and not has_logprob_pass(one)
-    training = [predicted_seconds(cfg, shapes(), planned) for cfg in (two, one)]
-    passes = training[0] - training[1]
-    assert passes > 0
+    assert planned.server is not None
+    phases = [step_seconds(cfg, shapes(), planned.server, H100S, lengths_of(cfg)).phases for cfg in (two, one)]
+    assert phases[0].keys() - phases[1].keys() == {"old_log_prob"}
     two.algorithm.rollout_correction.bypass_mode = True
-    assert predicted_seconds(two, shapes(), planned) == pytest.approx(training[1])
+    assert step_seconds(two, shapes(), planned.server, H100S, lengths_of(two)).phases.keys() == phases[1].keys()
 
 
 # --- a model that sees pictures ---

@@ -1,0 +1,184 @@
+"""The rates of a device as a finished run shows them: they are set so that the plan's phases take the run's seconds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from scalerl.base.files import GIB
+from scalerl.config import PPOConfig, composed
+from scalerl.config.save import RESOLVED_CONFIG
+from scalerl.errors import UserError
+from scalerl.extras.plan.check import known_memory
+from scalerl.extras.plan.hardware import Hardware, hardware_of, write_hardware
+from scalerl.extras.plan.lengths import Lengths
+from scalerl.extras.plan.passes import added
+from scalerl.extras.plan.plan import memory_plan
+from scalerl.extras.plan.seconds import StepSeconds, step_seconds
+from scalerl.extras.plan.servers import ServerBytes
+from scalerl.extras.plan.shapes import shapes_of
+from scalerl.models import ModelShape
+from scalerl.models.flops import measured_matmul_peak
+
+# The file of rates, in the run's directory.
+HARDWARE_FILE = "hardware.yaml"
+METRICS_FILE = "metrics.jsonl"
+# The first steps compile, allocate and fill caches.
+_WARM_UP = 2
+_ROUNDS = 30
+# Phases that are made equal together, with what they wait for -> the rate behind it, and whether more of it is faster.
+# The part that takes most of these sets its rate; the others stay as they are.
+_GROUPS: tuple[tuple[tuple[str, ...], dict[str, tuple[str, bool]]], ...] = (
+    (
+        ("old_log_prob", "ref", "values", "update_critic", "update_actor"),
+        {"products": ("dense_frac", True), "least of layers": ("layer_s", False), "messages": ("message_s", False)},
+    ),
+    (
+        ("gen",),
+        {
+            "weights and KV cache": ("memory_frac", True),
+            "least of a round": ("round_layer_s", False),
+            "server's process": ("token_s", False),
+        },
+    ),
+    (("update_weights",), {"weights": ("sync_frac", True)}),
+)
+_OF_MIXTURES = {"dense_frac": "mixture_frac", "layer_s": "mixture_layer_s"}
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A finished run.  seconds: the median of each phase's over its steps."""
+
+    config: PPOConfig
+    shapes: Mapping[str, ModelShape]
+    server: ServerBytes
+    lengths: Lengths
+    seconds: Mapping[str, float]
+
+    @classmethod
+    def read(cls, run_dir: Path) -> MeasuredRun:
+        """Reads trainer.default_local_dir of a run.  Raises UserError where there is none, or one of too few steps."""
+        config_file, metrics_file = run_dir / RESOLVED_CONFIG, run_dir / METRICS_FILE
+        missing = [file.name for file in (config_file, metrics_file) if not file.is_file()]
+        if missing:
+            raise UserError(
+                f"--calibrate {run_dir}: has no {' and no '.join(missing)}; give trainer.default_local_dir of a run of "
+                "scalerl train with trainer.logger=[file]"
+            )
+        lines = [json.loads(line)["data"] for line in metrics_file.read_text(encoding="utf-8").splitlines()]
+        steps = [data for data in lines if "timing_s/step" in data][_WARM_UP:]
+        if not steps:
+            raise UserError(f"--calibrate {run_dir}: needs {_WARM_UP + 1} steps or more; train longer")
+        config = composed(
+            "ppo", ["--config-dir", str(run_dir.absolute()), "--config-name", "config"], rules=False
+        ).config
+        shapes, on_cpu = shapes_of(config), config.trainer.device == "cpu"
+        plan = memory_plan(config, shapes, memory_bytes=known_memory(config.trainer, "cpu"), on_cpu=on_cpu)
+        assert plan.server is not None
+
+        def middle(name: str) -> float:
+            return median(data[name] for data in steps if name in data)
+
+        phases = [phase for group, _ in _GROUPS for phase in group if f"timing_s/{phase}" in steps[0]]
+        prompt, mean, longest = (middle(f"{name}_length/{kind}") for name, kind in _LENGTHS)
+        return cls(
+            config,
+            shapes,
+            plan.server,
+            Lengths(prompt, mean, max(1, round(longest))),
+            {phase: middle(f"timing_s/{phase}") for phase in phases},
+        )
+
+    def predicted(self, hardware: Hardware) -> StepSeconds:
+        return step_seconds(self.config, self.shapes, self.server, hardware, self.lengths)
+
+
+_LENGTHS = (("prompt", "mean"), ("response", "mean"), ("response", "max"))
+
+
+def calibrate(run_dir: Path) -> str:
+    """Writes the rates of the device of a run to HARDWARE_FILE of its directory; returns what became of the phases."""
+    run = MeasuredRun.read(run_dir)
+    start = cpu() if run.config.trainer.device == "cpu" else hardware_of(run.config.trainer.device_memory)
+    hardware = fitted(run, start)
+    write_hardware(hardware, run_dir / HARDWARE_FILE)
+    changed = [
+        f"  {name:<20}{getattr(start, name):>12.3g} -> {getattr(hardware, name):.3g}"
+        for name in vars(start)
+        if getattr(start, name) != getattr(hardware, name)
+    ]
+    return "\n".join([comparison(run, hardware), "", *changed, f"written: {run_dir / HARDWARE_FILE}"])
+
+
+def comparison(run: MeasuredRun, hardware: Hardware) -> str:
+    """The phases of a run beside those of the plan."""
+    step = run.predicted(hardware)
+    lines = [f"{'phase':<16}{'measured, s':>12}{'predicted, s':>14}{'error':>8}"]
+    for phase, seconds in run.seconds.items():
+        predicted = step.seconds(phase)
+        lines.append(f"{phase:<16}{seconds:>12.3g}{predicted:>14.3g}{100 * (predicted / seconds - 1):>+7.0f}%")
+    return "\n".join(lines)
+
+
+def fitted(run: MeasuredRun, hardware: Hardware) -> Hardware:
+    """The rates with which the plan's phases take the seconds of the run, as near as these rates can."""
+    for _ in range(_ROUNDS):
+        for phases, rates in _GROUPS:
+            step = run.predicted(hardware)
+            parts = added(*(step.phases.get(phase, {}) for phase in phases if phase in run.seconds))
+            known = [name for name in rates if parts.get(name)]
+            if not known:
+                continue
+            name = max(known, key=lambda part: parts[part])
+            left_s = sum(run.seconds.get(phase, 0.0) for phase in phases) - sum(parts.values()) + parts[name]
+            # A part may be smaller than the others leave room for, but is not nothing.
+            times = max(left_s, parts[name] / 2) / parts[name]
+            rate, more_is_faster = rates[name]
+            rate = _rate_of(run, rate)
+            value = getattr(hardware, rate)
+            hardware = replace(hardware, **{rate: value / times if more_is_faster else value * times})
+    return hardware
+
+
+def _rate_of(run: MeasuredRun, rate: str) -> str:
+    """The name of the rate for the model and the servers of the run."""
+    if rate == "sync_frac" and not run.config.actor_rollout_ref.hybrid_engine:
+        return "broadcast_frac"
+    return _OF_MIXTURES.get(rate, rate) if run.shapes["actor"].num_experts else rate
+
+
+def cpu() -> Hardware:
+    """A core of this machine, as a rank has it: products and copies are measured, all else is assumed."""
+    bandwidth = _copied_bytes_per_s()
+    return Hardware(
+        "CPU",
+        measured_matmul_peak("cpu", "float32"),
+        bandwidth,
+        node_bandwidth=bandwidth / 4,
+        network_bandwidth=bandwidth / 4,
+        host_bandwidth=bandwidth,
+        node_size=64,
+        round_layer_s=1e-3,
+        layer_s=1e-3,
+        mixture_layer_s=3e-3,
+        message_s=2e-4,
+    )
+
+
+def _copied_bytes_per_s(seconds: float = 0.5) -> float:
+    """The bytes that a copy of a tensor larger than the caches reads and writes in a second, the fastest of some."""
+    import time
+
+    import torch
+
+    source = torch.ones(GIB // 16, dtype=torch.float32)
+    target, best_s, began = torch.empty_like(source), float("inf"), time.perf_counter()
+    while time.perf_counter() < began + seconds:
+        start = time.perf_counter()
+        target.copy_(source)
+        best_s = min(best_s, time.perf_counter() - start)
+    return 2 * source.nbytes / best_s
