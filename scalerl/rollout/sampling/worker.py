@@ -304,15 +304,18 @@ class RolloutWorker(HeldBatches, Reusable):
                 pictures.cancel()
             self.early_ends.forget(generation)
         rows = [row for group in whole for row in results[group.uid]]
-        batch = to_batch(
+        # Only what a model computes needs pixels.
+        is_computed = keep and (dataset == "train" or self.model_scores)
+        # In a thread: of images it is gigabytes.
+        batch = await asyncio.to_thread(
+            to_batch,
             [trajectory for trajectory, _ in rows],
             [prompts[trajectory.uid] for trajectory, _ in rows],
             [result for _, result in rows],
             seeds=[self._seed(trajectory.uid, trajectory.sample_index) for trajectory, _ in rows],
             more=self.loss_columns if dataset == "train" else (),
             routing=routing,
-            # What nobody trains on needs no pixels.
-            vision=self.processor.vision if self.processor is not None and keep and dataset == "train" else None,
+            vision=self.processor.vision if self.processor is not None and is_computed else None,
         )
         batch_id = self.hold(batch) if keep else next(self.batch_ids)
         if carry:

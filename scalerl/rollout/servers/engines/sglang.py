@@ -459,7 +459,8 @@ def _mixture_violations(
         )
     own = _own_arguments(config.engine_kwargs)
     yield from _expert_parallel_violations(own, config, shape, section, device)
-    if verify_weights_every and shape.model_type not in MIXTURES and not family_of(shape).text_config:
+    is_apart = family_of(shape).text_config and shape.vision is None
+    if verify_weights_every and shape.model_type not in MIXTURES and not is_apart:
         yield (
             f"{section}.verify_weights_every = {verify_weights_every}: the checksums of an SGLang server are not known "
             f"for a {shape.model_type} model (known: dense models and {', '.join(MIXTURES)}); set it to 0"
