@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from typing import Any
 
 import pytest
 
+from scalerl.data import PromptRow
 from scalerl.data.chat import encode
 from scalerl.data.pictures import PictureProcessor, places_of, with_image_urls
 from scalerl.rollout.gateway.anthropic import as_chat
+from scalerl.rollout.gateway.command import _row_text
 from scalerl.rollout.gateway.session import Parsers, RequestError, Session
 from scalerl.rollout.gateway.template import ChatTemplate
 from scalerl.rollout.program import Ask, Servers
@@ -95,3 +98,6 @@ def test_a_row_s_images_stand_where_its_messages_say(tmp_path) -> None:
     messages = with_image_urls([{"role": "user", "content": "a<image>b<image>"}], [ONE, str(tmp_path / "two.png")])
     assert messages == [{"role": "user", "content": [text("a"), image(ONE), text("b"), image(TWO)]}]
     assert with_image_urls([{"role": "user", "content": "a"}], []) == [{"role": "user", "content": "a"}]
+    # An agent that is a command gets the row so.
+    row = PromptRow(3, [1], 1, "d", "t", {}, [{"role": "user", "content": "a<image>"}], "rule", [ONE])
+    assert json.loads(_row_text(row))["messages"] == [{"role": "user", "content": [text("a"), image(ONE)]}]
