@@ -118,13 +118,14 @@ def test_tools_count_in_prompts(directory: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_that_sees_images_needs_servers_that_do(directory: Path, tmp_path: Path) -> None:
-    """Its rows are those of geo3k, as verl's script makes them."""
+    """Its rows are those of geo3k, as verl's script makes them, and have a rule."""
     path = make_tiny_vision_model(tmp_path / "qwen2_5_vl", "qwen2_5_vl")
     write_processor(path, "qwen2_5_vl")
     row = ROW | {"data_source": "hiyouga/geometry3k", "images": [{"bytes": content(noise(1, 84, 56)), "path": None}]}
     row["prompt"] = [{"role": "user", "content": "<image>Find x."}]
     pq.write_table(pa.Table.from_pylist([row] * 4), tmp_path / "geo3k.parquet")
     files = [f"data.{name}_files={tmp_path / 'geo3k.parquet'}" for name in ("train", "val")]
+    files.append("custom_reward_function.path=null")
     message = violation(directory, path, "embedded", 0, *files)
     assert message.startswith("actor_rollout_ref.rollout.name = embedded: computes no vision tower")
     assert message.endswith("; set actor_rollout_ref.rollout.name=sglang")
