@@ -53,10 +53,13 @@ _MAY_BE_ZERO = ("first_k_dense_replace", "n_shared_experts")
 _MAY_BE_NULL = ("q_lora_rank", "sliding_window")
 # Keys of config.json that are of the whole model where the language model's are in a key.
 _OF_THE_WHOLE = ("model_type", "architectures", "dtype", "torch_dtype", "quantization_config", "transformers_weights")
+_OF_THE_WHOLE += ("id2label", "num_labels")
 _KINDS = {bool: "true or false", float: "a floating-point number", str: "a text", dict: "an object"}
 DTYPES = ("float32", "bfloat16", "float16")
 Head = Literal["lm", "value"]
 LM_ARCHITECTURE = "ForCausalLM"
+# Of a model with a vision tower.
+VISION_ARCHITECTURE = "ForConditionalGeneration"
 VALUE_ARCHITECTURES = ("ForSequenceClassification", "ForTokenClassification")
 
 
@@ -238,11 +241,10 @@ class ModelShape:
                 "config.json's architectures name a value model (one number for every token), which predicts no words; "
                 "give a causal language model"
             )
-        if (family := family_of(self)).text_config:
-            without = "" if family.tower else f" (model_type {self.model_type}_text)"
+        if family_of(self).leaves_tower:
             raise ValueError(
-                f"a {self.model_type} model, with its vision tower, cannot become a value model; give one without it"
-                f"{without}, or an estimator without a critic"
+                f"a {self.model_type} model, with its vision tower, cannot become a value model; give one without it "
+                f"(model_type {self.model_type}_text), or an estimator without a critic"
             )
         return replace(self, head="value", tie_word_embeddings=False)
 
@@ -300,14 +302,20 @@ def value_model_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if _is_value_model(config):
         return dict(config)
     names = config.get("architectures") or []
-    return dict(config) | {
-        "architectures": [name.removesuffix(LM_ARCHITECTURE) + VALUE_ARCHITECTURES[0] for name in names],
-        # transformers stores num_labels=1 as these two.
-        "id2label": {"0": "LABEL_0"},
-        "label2id": {"LABEL_0": 0},
-        # A value model has no output embedding that could be tied.
-        "tie_word_embeddings": False,
-    }
+    without_head = [name.removesuffix(LM_ARCHITECTURE).removesuffix(VISION_ARCHITECTURE) for name in names]
+    text = config.get("text_config")
+    return (
+        dict(config)
+        | ({"text_config": {**text, _TIED: False}} if isinstance(text, Mapping) else {})
+        | {
+            "architectures": [name + VALUE_ARCHITECTURES[0] for name in without_head],
+            # transformers stores num_labels=1 as these two.
+            "id2label": {"0": "LABEL_0"},
+            "label2id": {"LABEL_0": 0},
+            # A value model has no output embedding that could be tied.
+            "tie_word_embeddings": False,
+        }
+    )
 
 
 def _is_value_model(config: Mapping[str, Any]) -> bool:

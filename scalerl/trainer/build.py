@@ -257,6 +257,7 @@ def build_models(cfg: PPOConfig, inputs: PPOInputs, groups: dict[str, WorkerGrou
             head=role.head,
             adapter=inputs.shapes["critic"].adapter if is_critic else None,
             adapter_path=cfg.critic.model.lora_adapter_path if is_critic else None,
+            freeze_vision_tower=is_critic and cfg.critic.model.freeze_vision_tower,
             trust_remote_code=role.trust_remote_code,
         )
 

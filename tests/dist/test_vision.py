@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from scalerl.batch.data_proto import DataProto, Jagged
 from scalerl.merge import merge
-from scalerl.models import ModelShape, copy_beside_weights
+from scalerl.models import Head, ModelShape, copy_beside_weights
 from scalerl.models.adapters import PEFT_PREFIX, Adapter, read_peft_config, resolve_targets, write_peft
 from tests.dist import layouts
 from tests.dist.launch import run_ranks
@@ -92,6 +92,7 @@ class Trainee:
         layout: dict[str, int],
         freeze: bool = False,
         adapter: Adapter | None = None,
+        head: Head = "lm",
         **megatron: Any,
     ) -> None:
         from scalerl.config.schema import MegatronConfig, OptimConfig
@@ -108,7 +109,7 @@ class Trainee:
         # So large that it never clips.
         optim = OptimConfig(lr=1e-3, clip_grad=1e9)
         config = MegatronConfig(**{"dtype": "float32"} | megatron)
-        beside = {"freeze_vision_tower": freeze, "adapter": adapter}
+        beside = {"freeze_vision_tower": freeze, "adapter": adapter, "head": head}
         self.engine = MegatronEngine(path, config, self.groups, optim=optim, **beside)
 
     def logprobs(self) -> dict[int, Tensor]:
@@ -184,12 +185,17 @@ def hf(models: dict[str, str], family: str) -> PreTrainedModel:
     return load_tiny_vision_model(Path(models[family]), family)
 
 
-def of_transformers(hf: PreTrainedModel, row: dict[str, Tensor]) -> Tensor:
-    """Log-probs [tokens of the row], 0 at the first token."""
+def hidden_states(hf: PreTrainedModel, row: dict[str, Tensor]) -> Tensor:
+    """[tokens of the row, H] what the output layer multiplies."""
     ids = row["input_ids"]
     pictures = {name: row[name] for name in ("pixel_values", "image_grid_thw") if len(row["image_grid_thw"])}
     types = (ids == hf.config.image_token_id).int()
-    logits = hf(input_ids=ids[None], mm_token_type_ids=types[None], use_cache=False, **pictures).logits[0]
+    return hf.model(input_ids=ids[None], mm_token_type_ids=types[None], use_cache=False, **pictures)[0][0]
+
+
+def of_transformers(hf: PreTrainedModel, row: dict[str, Tensor]) -> Tensor:
+    """Log-probs [tokens of the row], 0 at the first token."""
+    ids, logits = row["input_ids"], hf.lm_head(hidden_states(hf, row))
     distribution = (logits / TEMPERATURE).log_softmax(-1)[:-1]
     return torch.cat([torch.zeros(1), distribution.gather(1, ids[1:, None])[:, 0]])
 
@@ -384,3 +390,23 @@ def test_an_adapter_is_of_the_language_model_alone(models: dict[str, str], tmp_p
         name.removeprefix(PEFT_PREFIX) for name in names
     }
     assert read_peft_config(tmp_path, shape) == adapter
+
+
+def values_of(family: str, path: str, layout: dict[str, int]) -> dict[int, Tensor]:
+    groups_of_job.clear()
+    critic = Trainee(family, path, layout, head="value")
+    values = critic.engine.values(critic.shard, critic.micro_batches)["values"]
+    update = critic.engine.update(critic.shard, critic.micro_batches, lambda values_T, _: (values_T.square().sum(), {}))
+    assert update["grad_norm"] > 0
+    return {row: values[i] for i, row in enumerate(critic.rows)}
+
+
+@pytest.mark.parametrize("family", mostly_full(DENSE, lambda family: family == "qwen3_vl"))
+@torch.no_grad()
+def test_values_of_a_critic(models: dict[str, str], hf: PreTrainedModel, family: str) -> None:
+    """Those of the hidden states that transformers makes of the tokens before."""
+    (values,) = run_ranks(1, values_of, family, models[family], ONE)
+    head = torch.randn(1, 64, generator=torch.Generator().manual_seed(0)) / 65
+    for number, row in enumerate(picture_rows(family, PICTURES)):
+        expected = torch.cat([torch.zeros(1), (hidden_states(hf, row) @ head.T)[:-1, 0]])
+        torch.testing.assert_close(values[number], expected, rtol=0, atol=ABSOLUTE)

@@ -9,11 +9,11 @@ from scalerl.config.names import ACTOR
 from scalerl.config.schema.devices import ResourcePoolConfig
 from scalerl.config.schema.fields import Place, at_most, check, key, same_as, times
 from scalerl.config.schema.model import (
-    AdapterKeys,
     MegatronConfig,
     MicroBatchConfig,
     ModelCodeConfig,
     OptimConfig,
+    TrainedPartsConfig,
     as_actor,
 )
 from scalerl.config.value_checks import (
@@ -121,7 +121,7 @@ class ActorConfig(PPOModelConfig):
 
 
 @dataclass
-class CriticModelConfig(AdapterKeys, ModelCodeConfig):
+class CriticModelConfig(TrainedPartsConfig, ModelCodeConfig):
     """The files of the critic."""
 
     # Directory of a language model, whose head a value head replaces, or of a critic.

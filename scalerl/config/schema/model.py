@@ -81,11 +81,16 @@ class AdapterKeys:
 
 
 @dataclass
-class TrainedModelConfig(AdapterKeys, ModelConfig):
-    """The files of a language model that is trained, whole or by an adapter."""
+class TrainedPartsConfig(AdapterKeys):
+    """What is trained of a model: all of it, all but its vision tower, or an adapter."""
 
     # Leave the tower that sees pictures as it is, and train the language model alone.
     freeze_vision_tower: bool = False
+
+
+@dataclass
+class TrainedModelConfig(TrainedPartsConfig, ModelConfig):
+    """The files of a language model that is trained, whole or by an adapter."""
 
 
 @dataclass

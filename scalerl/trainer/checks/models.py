@@ -131,31 +131,24 @@ def trained_shape(
     errors: ErrorCollector, cfg: PPOConfig | SFTConfig, shape: ModelShape, role: str = "actor"
 ) -> ModelShape:
     """The shape of a trained model with the adapter that its keys describe, and a vision tower that they freeze."""
-    if role == "actor":
-        shape = _with_frozen_tower(errors, cfg, shape)
     if isinstance(cfg, SFTConfig):
-        return with_adapter(errors, shape, cfg.model, cfg.megatron, section="model", megatron_section="megatron")
-    if role == "critic":
-        critic = cfg.critic
+        model, path, megatron = cfg.model, cfg.model.path, cfg.megatron
+        sections = {"section": "model", "megatron_section": "megatron"}
+    elif role == "critic":
+        model, path, megatron = cfg.critic.model, cfg.critic.model.path, cfg.critic.megatron
         sections = {"section": "critic.model", "megatron_section": "critic.megatron"}
-        return with_adapter(errors, shape, critic.model, critic.megatron, **sections)
-    policy = cfg.actor_rollout_ref
-    sections = {"section": "actor_rollout_ref.model", "megatron_section": f"{ACTOR}.megatron"}
-    return with_adapter(errors, shape, policy.model, policy.actor.megatron, **sections)
-
-
-def _with_frozen_tower(errors: ErrorCollector, cfg: PPOConfig | SFTConfig, shape: ModelShape) -> ModelShape:
-    model = cfg.model if isinstance(cfg, SFTConfig) else cfg.actor_rollout_ref.model
-    if not model.freeze_vision_tower:
-        return shape
-    if shape.vision is None:
-        key = f"{policy_model(cfg)[1].removesuffix('.path')}.freeze_vision_tower"
+    else:
+        policy = cfg.actor_rollout_ref
+        model, path, megatron = policy.model, policy.model.path, policy.actor.megatron
+        sections = {"section": "actor_rollout_ref.model", "megatron_section": f"{ACTOR}.megatron"}
+    if model.freeze_vision_tower and shape.vision is None:
+        key = f"{sections['section']}.freeze_vision_tower"
         errors.violations.append(
-            f"{key} = true: {model.path} is a {shape.model_type} model, of which no vision tower is trained; set "
-            f"{key}=false"
+            f"{key} = true: {path} is a {shape.model_type} model, of which no vision tower is trained; set {key}=false"
         )
-        return shape
-    return replace(shape, frozen_tower=True)
+    elif model.freeze_vision_tower:
+        shape = replace(shape, frozen_tower=True)
+    return with_adapter(errors, shape, model, megatron, **sections)
 
 
 def check_judge(errors: ErrorCollector, judge: JudgeConfig) -> None:

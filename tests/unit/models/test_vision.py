@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from scalerl.batch.turns import column_of
 from scalerl.config import ModelSizes, layout_violations
 from scalerl.config.schema import MegatronConfig
-from scalerl.models import HFWeights, ModelShape, family_of, read_config
+from scalerl.models import HFWeights, ModelShape, family_of, read_config, value_model_config
 from scalerl.models.adapters import Adapter, counted_trained_params, resolve_targets, trained_params
 from scalerl.models.flops import flops_shape
 from scalerl.models.vision import vision_config
@@ -101,9 +101,17 @@ def test_a_picture_takes_a_token_for_each_square_of_patches(model: Path, family:
     assert num_placeholders == sum(vision.num_tokens((1, *size)) for size in sizes) == 10
 
 
-def test_a_value_model_is_refused_by_name(model: Path, family: str) -> None:
-    with pytest.raises(ValueError, match=f"a {family} model, with its vision tower, cannot become a value model"):
-        ModelShape.from_hf(model).with_head("value")
+def test_a_value_model_has_the_tower(tmp_path: Path, family: str) -> None:
+    """As a critic is saved; of one whose head was tied, too."""
+    config = read_config(make_tiny_vision_model(tmp_path, family, tied=True))
+    shape = ModelShape.from_config(config)
+    saved = value_model_config(config)
+    (name,) = config["architectures"]
+    assert saved["architectures"] == [name.replace("ForConditionalGeneration", "ForSequenceClassification")]
+    assert shape.tie_word_embeddings
+    assert ModelShape.from_config(saved) == shape.with_head("value")
+    names = family_of(shape).hf_shapes(shape.with_head("value"))
+    assert names.keys() - family_of(shape).hf_shapes(shape).keys() == {"score.weight"}
 
 
 def test_what_is_trained(model: Path) -> None:
