@@ -185,7 +185,7 @@ def rank_correlation(chosen: Sequence[Row]) -> float:
     """Spearman's, of predicted and published seconds."""
     predicted = [row.predicted(HARDWARE[row.hardware]).total for row in chosen]
     ranks = [np.argsort(np.argsort(values)) for values in (predicted, [row.seconds for row in chosen])]
-    return float(np.corrcoef(*ranks)[0, 1])
+    return float(np.corrcoef(np.stack(ranks))[0, 1])
 
 
 def fit(chosen: Sequence[Row]) -> dict[str, float]:

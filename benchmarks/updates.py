@@ -58,6 +58,7 @@ class Sizes:
 MODELS = {
     # 17 million parameters: every core of a laptop is busy for about a second.
     "17m": Sizes(hidden=384, layers=6, ffn=1152, heads=6, kv_heads=2, head_dim=64, vocab=8192, tied=False),
+    "60m": Sizes(hidden=512, layers=12, ffn=1792, heads=8, kv_heads=4, head_dim=64, vocab=16384, tied=False),
     # The widths of Qwen3-0.6B, Qwen2.5-1.5B, Qwen3-1.7B, 4B and 8B.
     "0.6b": Sizes(hidden=1024, layers=28, ffn=3072, heads=16, kv_heads=8, head_dim=128, vocab=151936, tied=True),
     "1.5b": Sizes(hidden=1536, layers=28, ffn=8960, heads=12, kv_heads=2, head_dim=128, vocab=151936, tied=True),

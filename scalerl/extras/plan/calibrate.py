@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+import torch
+
 from scalerl.base.files import GIB
 from scalerl.config import PPOConfig, composed
 from scalerl.config.save import RESOLVED_CONFIG
+from scalerl.config.schema.devices import num_cores
 from scalerl.errors import UserError
 from scalerl.extras.plan.check import known_memory
 from scalerl.extras.plan.hardware import Hardware, hardware_of, write_hardware
@@ -42,6 +46,7 @@ _GROUPS: tuple[tuple[tuple[str, ...], dict[str, tuple[str, bool]]], ...] = (
             "weights and KV cache": ("memory_frac", True),
             "least of a round": ("round_layer_s", False),
             "server's process": ("token_s", False),
+            "requests": ("request_s", False),
         },
     ),
     (("update_weights",), {"weights": ("sync_frac", True)}),
@@ -103,7 +108,8 @@ _LENGTHS = (("prompt", "mean"), ("response", "mean"), ("response", "max"))
 def calibrate(run_dir: Path) -> str:
     """Writes the rates of the device of a run to HARDWARE_FILE of its directory; returns what became of the phases."""
     run = MeasuredRun.read(run_dir)
-    start = cpu() if run.config.trainer.device == "cpu" else hardware_of(run.config.trainer.device_memory)
+    trainer = run.config.trainer
+    start = cpu(trainer.n_gpus_per_node) if trainer.device == "cpu" else hardware_of(trainer.device_memory)
     hardware = fitted(run, start)
     write_hardware(hardware, run_dir / HARDWARE_FILE)
     changed = [
@@ -151,12 +157,17 @@ def _rate_of(run: MeasuredRun, rate: str) -> str:
     return _OF_MIXTURES.get(rate, rate) if run.shapes["actor"].num_experts else rate
 
 
-def cpu() -> Hardware:
-    """A core of this machine, as a rank has it: products and copies are measured, all else is assumed."""
-    bandwidth = _copied_bytes_per_s()
+def cpu(num_ranks: int) -> Hardware:
+    """The cores of this machine that each of its ranks has: products and copies are measured, all else is assumed."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, num_cores() // num_ranks))
+    try:
+        flops, bandwidth = measured_matmul_peak("cpu", "float32"), _copied_bytes_per_s()
+    finally:
+        torch.set_num_threads(threads)
     return Hardware(
         "CPU",
-        measured_matmul_peak("cpu", "float32"),
+        flops,
         bandwidth,
         node_bandwidth=bandwidth / 4,
         network_bandwidth=bandwidth / 4,
@@ -166,15 +177,12 @@ def cpu() -> Hardware:
         layer_s=1e-3,
         mixture_layer_s=3e-3,
         message_s=2e-4,
+        request_s=1e-3,
     )
 
 
 def _copied_bytes_per_s(seconds: float = 0.5) -> float:
     """The bytes that a copy of a tensor larger than the caches reads and writes in a second, the fastest of some."""
-    import time
-
-    import torch
-
     source = torch.ones(GIB // 16, dtype=torch.float32)
     target, best_s, began = torch.empty_like(source), float("inf"), time.perf_counter()
     while time.perf_counter() < began + seconds:

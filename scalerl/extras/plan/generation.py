@@ -47,6 +47,7 @@ def generation_parts(
     of_rounds = Rounds(shape, server, hardware, rollout.tensor_model_parallel_size, ITEMSIZE[rollout.dtype])
     parts = {name: float(rounds @ seconds) for name, seconds in of_rounds.parts(running, context).items()}
     prompts = steps * cfg.data.train_batch_size / replicas
+    parts["requests"] = each * hardware.request_s
     parts["prompts"] = of_rounds.prefill_s(prompts, lengths.prompt)
     return {name: seconds / steps for name, seconds in parts.items()}
 

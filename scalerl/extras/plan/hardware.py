@@ -24,9 +24,10 @@ class Hardware:
     mixture, achieve.  memory_frac: of memory_bandwidth, a decode round.  network_frac: of both bandwidths between
     devices.  sync_frac, broadcast_frac: of network_bandwidth, a weight sync to servers on the trainer's devices, and to
     others.
-    round_layer_s: the least seconds of a layer in a decode round.  token_s: of a server's process for each token that
-    it generates.  layer_s, mixture_layer_s: the least seconds of a layer in a forward pass.  message_s,
-    network_message_s: seconds before the first byte of a collective has arrived, inside node_size devices and beyond.
+    round_layer_s: the least seconds of a layer in a decode round.  token_s, request_s: of a server's process for each
+    token that it generates, and for each sample.  layer_s, mixture_layer_s: the least seconds of a layer in a forward
+    pass.  message_s, network_message_s: seconds before the first byte of a collective has arrived, inside node_size
+    devices and beyond.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Hardware:
     layer_s: float = 3e-4
     mixture_frac: float = 0.3
     message_s: float = 1e-5
+    request_s: float = 1e-4
 
     def frac(self, shape: ModelShape) -> float:
         """The share of flops that passes of the model achieve."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from scalerl.config import PPOConfig, SFTConfig, model_roles, violations_of
 from scalerl.config.layout import longest_sample, tokens_needed
@@ -17,6 +17,7 @@ from scalerl.extras.plan.plan import memory_plan
 from scalerl.models import ModelShape
 
 Config = PPOConfig | SFTConfig
+C = TypeVar("C", bound=PPOConfig | SFTConfig)
 # Key -> value.
 Change = dict[str, Any]
 # At most so many alternatives are named.
@@ -61,7 +62,7 @@ def change_text(change: Change) -> str:
     return " ".join(f"{key}={show(value)}" for key, value in change.items())
 
 
-def changed(cfg: Config, change: Change) -> Config:
+def changed(cfg: C, change: Change) -> C:
     """A copy of the configuration in which a change, and what other sections inherit of it, is made."""
     changed = copy.deepcopy(cfg)
     for key, value in change.items():

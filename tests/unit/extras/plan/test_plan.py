@@ -306,13 +306,14 @@ def test_experts_have_adapters_on_their_ranks() -> None:
 def test_an_update_of_an_adapter_takes_a_pass_less() -> None:
     """That of the weights' gradients, less what adapters and attention have too: full recompute takes a whole one."""
     planned, shape = adapted(f"{MEGATRON}.param_offload=true"), shapes()["actor"]
-    assert planned.server is not None
+    server = planned.server
+    assert server is not None
     adapter = Adapter(32, 16.0, resolve_targets(shape, ALL_LINEAR))
 
     def seconds(own: Adapter | None, granularity: str) -> float:
         cfg = config(*LORA, f"{MEGATRON}.recompute_granularity={granularity}")
         models = {"actor": replace(shape, adapter=own), "ref": shape}
-        return step_seconds(cfg, models, planned.server, H100S, lengths_of(cfg)).total
+        return step_seconds(cfg, models, server, H100S, lengths_of(cfg)).total
 
     a_pass = seconds(None, "full") - seconds(None, "null")
     assert 0.8 * a_pass < seconds(None, "full") - seconds(adapter, "full") < a_pass

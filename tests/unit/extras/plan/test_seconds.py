@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,7 +99,7 @@ def test_micro_batches_hold_whole_samples() -> None:
     assert MicroBatches.of(10, lengths, 1000, 4).number == 8, "an interleaved pipeline's rounds"
 
 
-def passes(world: int = 8, tokens: int = 16384, name: str = "qwen3-8b", **sizes: int) -> Passes:
+def passes(world: int = 8, tokens: int = 16384, name: str = "qwen3-8b", **sizes: Any) -> Passes:
     """Passes over samples of 4,096 tokens."""
     megatron = config().actor_rollout_ref.actor.megatron
     layout = LayoutSizes(world, **sizes)
@@ -136,7 +137,7 @@ def test_a_pipeline_is_idle_at_both_ends() -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"tp_size": 4}, {"cp_size": 4}, {"pp_size": 4}])
-def test_a_split_sends_messages(sizes: dict[str, int]) -> None:
+def test_a_split_sends_messages(sizes: dict[str, Any]) -> None:
     split, whole = passes(**sizes).forward(64), passes().forward(64)
     assert split["products"] == pytest.approx(whole["products"]) and split["messages"] > 0 == whole["messages"]
 
