@@ -193,8 +193,10 @@ class SGLangEngine(Engine):
         if not request.progress:
             # SGLang computes the prompt of n equal samples once.
             sampling = self.sampling_params(request, slots[0]) | {"n": len(slots)}
-            first = {name: body[name][0] for name in ("input_ids", "image_data") if name in body}
-            body |= first | {"sampling_params": sampling}
+            body |= {"input_ids": body["input_ids"][0], "sampling_params": sampling}
+            if request.pictures:
+                # Of several samples SGLang makes a batch, whose images are a list for each prompt.
+                body["image_data"] = body["image_data"][0] if len(slots) == 1 else body["image_data"][:1]
         return replace(call, body=body)
 
     def sampling_params(self, request: GenerateRequest, slot: Slot) -> dict[str, Any]:

@@ -77,6 +77,7 @@ TOWER_CUTS = {
     "merger.mlp.2": "columns",
     "linear_fc1": "rows",
     "linear_fc2": "columns",
+    "pos_embed": "positions",
 }
 
 _NAME = re.compile(r"^(?P<prefix>.*?)(?P<module>[a-z_]+)\.(?P<leaf>weight|bias|e_score_correction_bias)$")
@@ -238,7 +239,10 @@ class SGLangPlacement(Placement):
         if cut == "whole":
             return tensor
         if cut == "vocab":
-            return self._vocab_shard(tensor, rank)
+            return self._vocab_shard(tensor, rank, self._config["vocab_size"])
+        if cut == "positions":
+            # SGLang has them as words.
+            return self._vocab_shard(tensor, rank, len(tensor))
         if cut == "kv_rows":
             return self._kv_shard(tensor, rank)
         if cut == "heads":
@@ -258,9 +262,8 @@ class SGLangPlacement(Placement):
         sections = tensor.split([keys, keys, len(tensor) - 2 * keys])
         return torch.cat([_slice(section, 0, rank, self.num_ranks) for section in sections])
 
-    def _vocab_shard(self, tensor: Tensor, rank: int) -> Tensor:
+    def _vocab_shard(self, tensor: Tensor, rank: int, vocab_size: int) -> Tensor:
         """A rank's rows of the vocabulary, which is padded with zeros at its end."""
-        vocab_size = self._config["vocab_size"]
         padded = -(-vocab_size // VOCAB_PADDING) * VOCAB_PADDING
         if padded % self.num_ranks:
             padding = VOCAB_PADDING * self.num_ranks
