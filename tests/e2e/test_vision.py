@@ -34,6 +34,11 @@ def test_trainer_and_servers_see_the_same(kept: Kept, start_job: StartJob, tmp_p
         row["images"] = row["images"] + other["images"]
         row["prompt"] = [{"role": "user", "content": "<image>Which<image> shape?"}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "mixed.parquet")
+    # An untrained model is seldom right. The function gets the images of the row.
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return {'score': len(solution_str) / 10, 'images': len(extra_info['images'])}\n"
+    )
     run_dir = tmp_path / "run"
     arguments = ["--config-dir", str(EXAMPLE), "--config-name", "grpo", "data.train_batch_size=12"]
     arguments += [f"data.{name}_files={tmp_path / 'mixed.parquet'}" for name in ("train", "val")]
@@ -43,6 +48,7 @@ def test_trainer_and_servers_see_the_same(kept: Kept, start_job: StartJob, tmp_p
         "actor_rollout_ref.actor.ppo_mini_batch_size=6",
     ]
     arguments += ["actor_rollout_ref.rollout.n=2", "actor_rollout_ref.rollout.verify_weights_every=1"]
+    arguments.append("custom_reward_function.with_images=true")
     arguments += [
         "actor_rollout_ref.actor.optim.lr=1e-2",
         f"trainer.total_training_steps={STEPS}",
