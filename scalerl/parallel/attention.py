@@ -248,14 +248,42 @@ class PackedAttention(torch.nn.Module):
         return _per_length(query, key, value, packing.lengths, self.softmax_scale)
 
 
+def attend_in_sequences(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
+) -> Tensor:
+    """Attends inside each of several sequences, to what comes before and after: [P, heads, d] each -> [P, heads, d].
+
+    cu_seqlens: int32, their bounds, on the tensors' device.
+    """
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _varlen_attn() is not None:
+        return _flash(query, key, value, cu_seqlens, max_seqlen, scale, is_causal=False)
+    # Those of one length become neighbours.
+    lengths = cu_seqlens.diff()
+    by_length = lengths.argsort(stable=True)
+    starts = cu_seqlens[:-1][by_length]
+    sorted_lengths = lengths[by_length]
+    shifts = starts - (sorted_lengths.cumsum(0) - sorted_lengths)
+    order_P = torch.arange(len(query), device=query.device) + shifts.repeat_interleave(sorted_lengths)
+    query, key, value = (tensor[order_P] for tensor in (query, key, value))
+    attended = _per_length(query, key, value, tuple(sorted_lengths.tolist()), scale, is_causal=False)
+    return torch.empty_like(attended).index_copy(0, order_P, attended)
+
+
 def _flash(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scale: float | None,
+    *,
+    is_causal: bool = True,
 ) -> Tensor:
     """[P, heads, d]. CUDA, bfloat16 or float16; torch must have `_varlen_attn`."""
     attention = _varlen_attn()
     assert attention is not None
     # (-1, 0): everything to the left, nothing to the right. torch 2.10's argument is_causal is gone since 2.11.
-    options: dict[str, Any] = {"window_size": (-1, 0)}
+    options: dict[str, Any] = {"window_size": (-1, 0 if is_causal else -1)}
     if scale is not None:
         options["scale"] = scale
     if current_flash_attention_impl() is not None:
@@ -269,7 +297,15 @@ def _flash(
     return attention(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
 
 
-def _per_length(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scale: float | None) -> Tensor:
+def _per_length(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: tuple[int, ...],
+    scale: float | None,
+    *,
+    is_causal: bool = True,
+) -> Tensor:
     """One scaled_dot_product_attention call for all neighbours of one length: on short ones a call each is overhead.
 
     Rows of a micro-batch are in the order of their lengths (`micro_batch.by_length`), so these are all of that length.
@@ -280,6 +316,6 @@ def _per_length(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, .
     for (length, _), *share in zip(runs, *(x.split(num_tokens) for x in (query, key, value)), strict=True):
         # [N sequences, heads, L, d]
         q, k, v = (tensor.unflatten(0, (-1, length)).transpose(1, 2) for tensor in share)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=scale)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True, scale=scale)
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)

@@ -44,7 +44,7 @@ from scalerl.parallel.optimizer import (
     prepare_gradients,
     update_loss_scale,
 )
-from scalerl.parallel.pictures import add_tower
+from scalerl.parallel.tower import add_tower
 from scalerl.parallel.ulysses import gather_replicated
 
 if TYPE_CHECKING:

@@ -44,7 +44,7 @@ def test_trainer_and_servers_see_the_same(kept: Kept, start_job: StartJob, tmp_p
     arguments += [f"data.{name}_files={tmp_path / 'mixed.parquet'}" for name in ("train", "val")]
     arguments += [f"actor_rollout_ref.model.path={tmp_path / 'made'}", f"trainer.default_local_dir={run_dir}"]
     arguments += [
-        f"custom_reward_function.path={EXAMPLE / 'reward.py'}",
+        f"custom_reward_function.path={tmp_path / 'reward.py'}",
         "actor_rollout_ref.actor.ppo_mini_batch_size=6",
     ]
     arguments += ["actor_rollout_ref.rollout.n=2", "actor_rollout_ref.rollout.verify_weights_every=1"]

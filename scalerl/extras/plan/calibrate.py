@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-import torch
-
-from scalerl.base.files import GIB
 from scalerl.config import PPOConfig, composed
 from scalerl.config.save import RESOLVED_CONFIG
-from scalerl.config.schema.devices import num_cores
 from scalerl.errors import UserError
 from scalerl.extras.plan.check import known_memory
 from scalerl.extras.plan.hardware import Hardware, hardware_of, write_hardware
@@ -25,7 +21,7 @@ from scalerl.extras.plan.seconds import StepSeconds, step_seconds
 from scalerl.extras.plan.servers import ServerBytes
 from scalerl.extras.plan.shapes import shapes_of
 from scalerl.models import ModelShape
-from scalerl.models.flops import measured_matmul_peak
+from scalerl.models.flops import flops_shape
 
 # The file of rates, in the run's directory.
 HARDWARE_FILE = "hardware.yaml"
@@ -38,31 +34,58 @@ _ROUNDS = 30
 _GROUPS: tuple[tuple[tuple[str, ...], dict[str, tuple[str, bool]]], ...] = (
     (
         ("old_log_prob", "ref", "values", "update_critic", "update_actor"),
-        {"products": ("dense_frac", True), "least of layers": ("layer_s", False), "messages": ("message_s", False)},
+        {
+            "products": ("dense_frac", True),
+            "least of layers": ("layer_s", False),
+            "sequences": ("sequence_s", False),
+            "messages": ("message_s", False),
+        },
     ),
     (
         ("gen",),
         {
             "weights and KV cache": ("memory_frac", True),
+            "products": ("round_frac", True),
             "least of a round": ("round_layer_s", False),
             "server's process": ("token_s", False),
             "requests": ("request_s", False),
         },
     ),
-    (("update_weights",), {"weights": ("sync_frac", True)}),
+    (("update_weights",), {"weights": ("sync_frac", True), "calls": ("sync_s", False)}),
 )
+# Assumed of a core, beside its products.
+_CPU: dict[str, Any] = {
+    "dense_frac": 0.45,
+    "round_frac": 0.45,
+    "memory_bandwidth": 1e10,
+    "node_bandwidth": 2e9,
+    "network_bandwidth": 2e9,
+    "host_bandwidth": 1e10,
+    "node_size": 64,
+    "round_layer_s": 1e-3,
+    "layer_s": 1e-3,
+    "mixture_layer_s": 3e-3,
+    "sequence_s": 2e-4,
+    "sync_s": 3e-2,
+    "message_s": 2e-4,
+    "request_s": 1e-3,
+}
 _OF_MIXTURES = {"dense_frac": "mixture_frac", "layer_s": "mixture_layer_s"}
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A finished run.  seconds: the median of each phase's over its steps."""
+    """A finished run.
+
+    seconds: the median of each phase's over its steps.  mfu: of the actor's updates; 0: not known.
+    """
 
     config: PPOConfig
     shapes: Mapping[str, ModelShape]
     server: ServerBytes
     lengths: Lengths
     seconds: Mapping[str, float]
+    mfu: float = 0.0
 
     @classmethod
     def read(cls, run_dir: Path) -> MeasuredRun:
@@ -96,6 +119,7 @@ class MeasuredRun:
             plan.server,
             Lengths(prompt, mean, max(1, round(longest))),
             {phase: middle(f"timing_s/{phase}") for phase in phases},
+            mfu=middle("perf/mfu/actor") if "perf/mfu/actor" in steps[0] else 0.0,
         )
 
     def predicted(self, hardware: Hardware) -> StepSeconds:
@@ -108,9 +132,7 @@ _LENGTHS = (("prompt", "mean"), ("response", "mean"), ("response", "max"))
 def calibrate(run_dir: Path) -> str:
     """Writes the rates of the device of a run to HARDWARE_FILE of its directory; returns what became of the phases."""
     run = MeasuredRun.read(run_dir)
-    trainer = run.config.trainer
-    start = cpu(trainer.n_gpus_per_node) if trainer.device == "cpu" else hardware_of(trainer.device_memory)
-    hardware = fitted(run, start)
+    start, hardware = _assumed(run), rates(run)
     write_hardware(hardware, run_dir / HARDWARE_FILE)
     changed = [
         f"  {name:<20}{getattr(start, name):>12.3g} -> {getattr(hardware, name):.3g}"
@@ -118,6 +140,16 @@ def calibrate(run_dir: Path) -> str:
         if getattr(start, name) != getattr(hardware, name)
     ]
     return "\n".join([comparison(run, hardware), "", *changed, f"written: {run_dir / HARDWARE_FILE}"])
+
+
+def rates(run: MeasuredRun) -> Hardware:
+    """The rates of the device of a run."""
+    return fitted(run, _assumed(run))
+
+
+def _assumed(run: MeasuredRun) -> Hardware:
+    trainer = run.config.trainer
+    return _cpu(run) if trainer.device == "cpu" else hardware_of(trainer.device_memory)
 
 
 def comparison(run: MeasuredRun, hardware: Hardware) -> str:
@@ -157,36 +189,11 @@ def _rate_of(run: MeasuredRun, rate: str) -> str:
     return _OF_MIXTURES.get(rate, rate) if run.shapes["actor"].num_experts else rate
 
 
-def cpu(num_ranks: int) -> Hardware:
-    """The cores of this machine that each of its ranks has: products and copies are measured, all else is assumed."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, num_cores() // num_ranks))
-    try:
-        flops, bandwidth = measured_matmul_peak("cpu", "float32"), _copied_bytes_per_s()
-    finally:
-        torch.set_num_threads(threads)
-    return Hardware(
-        "CPU",
-        flops,
-        bandwidth,
-        node_bandwidth=bandwidth / 4,
-        network_bandwidth=bandwidth / 4,
-        host_bandwidth=bandwidth,
-        node_size=64,
-        round_layer_s=1e-3,
-        layer_s=1e-3,
-        mixture_layer_s=3e-3,
-        message_s=2e-4,
-        request_s=1e-3,
-    )
-
-
-def _copied_bytes_per_s(seconds: float = 0.5) -> float:
-    """The bytes that a copy of a tensor larger than the caches reads and writes in a second, the fastest of some."""
-    source = torch.ones(GIB // 16, dtype=torch.float32)
-    target, best_s, began = torch.empty_like(source), float("inf"), time.perf_counter()
-    while time.perf_counter() < began + seconds:
-        start = time.perf_counter()
-        target.copy_(source)
-        best_s = min(best_s, time.perf_counter() - start)
-    return 2 * source.nbytes / best_s
+def _cpu(run: MeasuredRun) -> Hardware:
+    """A rank's cores: their peak as the run has measured it for its MFU; all other rates are assumed."""
+    actor, rollout = run.config.actor_rollout_ref.actor, run.config.actor_rollout_ref.rollout
+    samples = run.config.data.train_batch_size * rollout.n * actor.ppo_epochs
+    lengths = [round(length) for length in run.lengths.samples]
+    flops = samples * flops_shape(run.shapes["actor"]).train(lengths) / len(lengths)
+    peak = flops / (run.mfu * run.seconds["update_actor"] * run.config.trainer.num_devices)
+    return Hardware("CPU", peak, **_CPU)

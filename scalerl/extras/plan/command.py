@@ -31,7 +31,8 @@ does not fit is refused with the nearest settings that do (exit code 2).
   --tune           layouts of a run on N devices that fit, by tokens/s of each device, and why others do not
   --devices        devices of --tune, those of servers with devices of their own included
   --calibrate      reads the seconds of a run in its directory (trainer.default_local_dir), and writes hardware.yaml
-                   there: the rates with which the plan has the same seconds, for --hardware
+                   there: the rates with which the plan has the same seconds, for --hardware. With --hardware it
+                   writes nothing: the run beside what those rates predict of it
   model.path       a directory with config.json, the path of such a file (configs/models has those of large models),
                    or a name on the hub, of which config.json alone is fetched
   --summary        what a run prints at its start, without the table
@@ -68,9 +69,13 @@ def main(argv: Sequence[str]) -> int:
         return 0
     asked = read_arguments(argv)
     if asked.calibrate is not None:
-        from scalerl.extras.plan.calibrate import calibrate
+        from scalerl.extras.plan.calibrate import MeasuredRun, calibrate, comparison
+        from scalerl.extras.plan.hardware import read_hardware
 
-        print(calibrate(asked.calibrate))
+        if asked.hardware is None:
+            print(calibrate(asked.calibrate))
+        else:
+            print(comparison(MeasuredRun.read(asked.calibrate), read_hardware(asked.hardware)))
         return 0
     cfg = composed(asked.kind, [*_UNREAD[asked.kind], *asked.overrides], rules=False).config
     if asked.tune:

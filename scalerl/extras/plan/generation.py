@@ -76,7 +76,7 @@ class Rounds:
         of_device = np.stack(
             [
                 read / (hardware.memory_bandwidth * hardware.memory_frac),
-                flops / (hardware.flops * hardware.dense_frac),
+                flops / (hardware.flops * hardware.round_frac),
                 np.full(running.shape, shape.num_layers * hardware.round_layer_s),
             ]
         )

@@ -21,13 +21,14 @@ class Hardware:
     storage_bandwidth: of a node's files.
 
     The others are no data sheet's. dense_frac, mixture_frac: share of flops that passes of a dense model, and of a
-    mixture, achieve.  memory_frac: of memory_bandwidth, a decode round.  network_frac: of both bandwidths between
-    devices.  sync_frac, broadcast_frac: of network_bandwidth, a weight sync to servers on the trainer's devices, and to
-    others.
+    mixture, achieve.  round_frac, memory_frac: of flops and of memory_bandwidth, a decode round.  network_frac: of
+    both bandwidths between devices.  sync_frac, broadcast_frac: of network_bandwidth, a weight sync to servers on the
+    trainer's devices, and to others.  sync_s: of a sync in addition.
     round_layer_s: the least seconds of a layer in a decode round.  token_s, request_s: of a server's process for each
     token that it generates, and for each sample.  layer_s, mixture_layer_s: the least seconds of a layer in a forward
-    pass.  message_s, network_message_s: seconds before the first byte of a collective has arrived, inside node_size
-    devices and beyond.
+    pass.  sequence_s: of attention for each sequence in a layer, where no kernel takes them together.
+    message_s, network_message_s: seconds before the first byte of a collective has arrived, inside node_size devices
+    and beyond.
     """
 
     name: str
@@ -39,20 +40,23 @@ class Hardware:
     node_size: int = 8
     storage_bandwidth: float = 2e9
     # Fitted to a third of the published rows (benchmarks/plan_backtest.py --fit).
-    dense_frac: float = 0.518
-    mixture_layer_s: float = 5.00e-3
-    memory_frac: float = 0.604
+    dense_frac: float = 0.529
+    mixture_layer_s: float = 5.05e-3
+    memory_frac: float = 0.631
     sync_frac: float = 0.331
-    round_layer_s: float = 2.07e-4
+    round_layer_s: float = 2.26e-4
     token_s: float = 6.87e-5
-    network_message_s: float = 1.01e-4
+    network_message_s: float = 9.06e-5
     # Assumed. broadcast_frac: the median of ten published syncs (docs/planning.md).
     network_frac: float = 0.7
     broadcast_frac: float = 0.86
+    round_frac: float = 0.529
     layer_s: float = 3e-4
     mixture_frac: float = 0.3
     message_s: float = 1e-5
     request_s: float = 1e-4
+    sequence_s: float = 0.0
+    sync_s: float = 0.0
 
     def frac(self, shape: ModelShape) -> float:
         """The share of flops that passes of the model achieve."""
@@ -129,7 +133,7 @@ _BETWEEN = ("node_bandwidth", "network_bandwidth", "host_bandwidth")
 
 
 def _is_rate(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
 
 
 def write_hardware(hardware: Hardware, path: Path) -> None:

@@ -99,6 +99,7 @@ class Passes:
         least_s = (layers - mixtures) * hardware.layer_s + mixtures * hardware.mixture_layer_s
         of_micro_batch = {
             "products" if products_s > least_s else "least of layers": computed * max(products_s, least_s),
+            "sequences": computed * of_rank / micro.number * layers * hardware.sequence_s,
             "messages": sent * (layers * self._layer_messages_s(micro.tokens) + self._between_stages_s(micro.tokens)),
             "experts' exchange": sent * mixtures * self._experts_s(micro.tokens),
         }

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from scalerl.base.files import GIB
-from scalerl.extras.plan.hardware import Hardware
 from scalerl.extras.plan.plan import CHECKPOINT_PIECE_BYTES, SOURCES, DevicePlan, MemoryPlan
-from scalerl.extras.plan.seconds import StepSeconds
+
+if TYPE_CHECKING:
+    from scalerl.extras.plan.hardware import Hardware
+    from scalerl.extras.plan.seconds import StepSeconds
 
 
 def summary(plan: MemoryPlan) -> str:

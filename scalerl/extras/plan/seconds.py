@@ -120,7 +120,7 @@ def training_parts(
         if role.name == "critic":
             phases["update_critic"] = _updates(cfg, model, cfg.critic.ppo_mini_batch_size, cfg.critic.ppo_epochs)
     phases["update_actor"] = added(_updates(cfg, policy, actor.ppo_mini_batch_size, actor.ppo_epochs), policy.moves())
-    phases["update_weights"] = {"weights": _sync_s(cfg, shapes["actor"], hardware)}
+    phases["update_weights"] = {"weights": _sync_s(cfg, shapes["actor"], hardware), "calls": hardware.sync_s}
     if cfg.trainer.save_freq > 0:
         phases["save_checkpoint"] = {"checkpoint": _save_s(cfg, shapes["actor"], hardware) / cfg.trainer.save_freq}
     return phases

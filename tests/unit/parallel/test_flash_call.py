@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scalerl.parallel.attention import PackedAttention
+from scalerl.parallel.attention import PackedAttention, attend_in_sequences
 from scalerl.parallel.micro_batch import Packing
 
 
@@ -46,3 +46,12 @@ def test_one_causal_flash_call_for_the_whole_micro_batch(num_kv_heads: int) -> N
     assert (call["max_q"], call["max_k"]) == (6, 6)
     assert call["query"].shape[1] == 4
     assert call["key"].shape[1] in (num_kv_heads, 4)
+
+
+def test_one_call_for_all_sequences_that_see_what_comes_after() -> None:
+    with torch.no_grad(), FakeTensorMode(), Calls() as calls:
+        states = [torch.empty(10, 4, 16, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        out = attend_in_sequences(*states, torch.empty(3, device="cuda", dtype=torch.int32), 6, 0.5)
+        assert (out.shape, out.dtype) == ((10, 4, 16), torch.bfloat16)
+    (call,) = calls.seen
+    assert call["is_causal"] is False and (call["max_q"], call["scale"]) == (6, 0.5)

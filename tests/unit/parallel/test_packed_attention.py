@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scalerl.parallel.attention import PackedAttention
+from scalerl.parallel.attention import PackedAttention, attend_in_sequences
 from scalerl.parallel.micro_batch import Packing
 
 # With the number of calls. Two of one length apart from each other, one token alone, and an empty sequence, as padding
@@ -59,3 +59,24 @@ def test_output_and_gradients_are_those_of_each_sequence_alone(
     torch.testing.assert_close(output, expected)
     gradients, wanted = (torch.autograd.grad((out * weights).sum(), states) for out in (output, expected))
     torch.testing.assert_close(gradients, wanted)
+
+
+@pytest.mark.parametrize(("lengths", "num_calls"), [((4, 4, 4), 1), ((4, 2, 4, 1, 2, 4), 3), ((5,), 1)])
+def test_sequences_that_see_what_comes_after(
+    lengths: tuple[int, ...], num_calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As windows of a picture, of which those at its edges are smaller: a call for each length."""
+    attend, calls = F.scaled_dot_product_attention, []
+
+    def counted(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append(query.shape[0])
+        return attend(query, *args, **kwargs)
+
+    draw = torch.Generator().manual_seed(0)
+    states = [torch.randn(sum(lengths), NUM_HEADS, HEAD_DIM, generator=draw, dtype=torch.float64) for _ in range(3)]
+    bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    parts = zip(*(x.split(lengths) for x in states), strict=True)
+    expected = torch.cat([attend(*(x.transpose(0, 1) for x in part), scale=SCALE).transpose(0, 1) for part in parts])
+    monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
+    torch.testing.assert_close(attend_in_sequences(*states, bounds, max(lengths), SCALE), expected)
+    assert len(calls) == num_calls

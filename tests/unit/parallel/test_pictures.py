@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,12 +44,17 @@ def batch_of(pictures: list[list[tuple[int, int]]]) -> DataProto:
     )
 
 
+@pytest.fixture(scope="module")
+def theirs(model: Path) -> Any:
+    """transformers' model, without numbers."""
+    config_class, model_class = FAMILIES["qwen3_vl"]
+    with torch.device("meta"):
+        return model_class(config_class.from_pretrained(model)).model
+
+
 @settings(deadline=None)
 @given(PICTURES)
-def test_positions_are_those_of_transformers(model: Path, vision: VisionModel, pictures: list) -> None:
-    with torch.device("meta"):
-        config_class, model_class = FAMILIES["qwen3_vl"]
-        theirs = model_class(config_class.from_pretrained(model)).model
+def test_positions_are_those_of_transformers(theirs: Any, vision: VisionModel, pictures: list) -> None:
     packed = pack_rows(batch_of(pictures), range(len(pictures)), device="cpu", vision=vision)
     start = 0
     for row in picture_rows("qwen3_vl", pictures):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 import yaml
 
 from scalerl.config import LayoutSizes, PPOConfig
+from scalerl.config.save import save_resolved
+from scalerl.config.value_checks import DEVICES_GIB
 from scalerl.errors import UserError
 from scalerl.extras.plan.calibrate import MeasuredRun, comparison, fitted
 from scalerl.extras.plan.command import main
@@ -23,6 +26,7 @@ from scalerl.extras.plan.passes import MicroBatches, Passes
 from scalerl.extras.plan.report import seconds_table
 from scalerl.extras.plan.seconds import lengths_of, step_seconds
 from scalerl.extras.plan.servers import ServerBytes
+from tests.model_configs import model_directory
 from tests.unit.extras.plan.test_plan import ROLLOUT, config, shapes
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -50,10 +54,10 @@ def test_lengths_have_their_mean_and_limit(mean: int) -> None:
 
 
 def test_a_round_reads_weights_and_cache() -> None:
-    """Qwen3-8B on one H100: 16e9 B, and 147,456 B for each of 64 x 2,000 tokens, at 60.4 % of 3.35e12 B/s."""
+    """Qwen3-8B on one H100: 16e9 B, and 147,456 B for each of 64 x 2,000 tokens, at a share of 3.35e12 B/s."""
     rounds = Rounds(shapes()["actor"], SERVER, H100, tp_size=1, itemsize=2)
     (reading_s,) = rounds.parts(np.array([64.0]), np.array([2000.0]))["weights and KV cache"]
-    assert reading_s == pytest.approx((16e9 + 64 * 2000 * 147_456) / (0.604 * 3.35e12))
+    assert reading_s == pytest.approx((16e9 + 64 * 2000 * 147_456) / (H100.memory_frac * 3.35e12))
     parts = rounds.parts(np.array([4096.0]), np.array([0.0]))
     assert parts["products"][0] > 0 and parts["weights and KV cache"][0] == 0, "products decide about many samples"
 
@@ -107,13 +111,13 @@ def passes(world: int = 8, tokens: int = 16384, name: str = "qwen3-8b", **sizes:
 
 
 def test_a_forward_pass_is_its_products() -> None:
-    """64 samples of 4,096 tokens on 8 ranks: 2 x 7.57e9 FLOPs a token, and attention, at 51.8 % of 989e12."""
+    """64 samples of 4,096 tokens on 8 ranks: 2 x 7.57e9 FLOPs a token, and attention, at a share of 989e12."""
     parts = passes().forward(64)
     assert parts["messages"] == parts["experts' exchange"] == parts["idle stages"] == 0
     tokens = 64 * 4096
     matrices = 2 * (8_190_735_360 - 151_936 * 4096) * tokens
     attention = 4 * 36 * 32 * 128 * tokens * 4097 / 2
-    assert parts["products"] == pytest.approx((matrices + attention) / (8 * 0.518 * 989e12), rel=1e-3)
+    assert parts["products"] == pytest.approx((matrices + attention) / (8 * H100.dense_frac * 989e12), rel=1e-3)
 
 
 def test_an_update_is_three_forward_passes_and_an_exchange() -> None:
@@ -169,6 +173,7 @@ def test_a_role_has_a_phase_of_its_own() -> None:
 
 def test_the_device_follows_from_its_memory() -> None:
     assert hardware_of("H200").name == "H200" and hardware_of("80GB").name == hardware_of(None).name == "H100"
+    assert HARDWARE.keys() == DEVICES_GIB.keys(), "each device of a known memory has rates"
     assert HARDWARE["gb200"].node_size == 72 and HARDWARE["mi300x"].flops == 1307e12
 
 
@@ -212,6 +217,38 @@ def test_rates_follow_from_a_run() -> None:
     assert found.dense_frac == pytest.approx(0.21, rel=0.02) and found.memory_frac == pytest.approx(0.33, rel=0.02)
     assert run.predicted(found).total == pytest.approx(phases.total, rel=0.01)
     assert "+0%" in comparison(run, found)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_rates_of_a_directory(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Six steps, the first two slower; what the command writes plans the run's seconds."""
+    model = model_directory("qwen3-0.6b", tmp_path / "model")
+    cfg = config(f"actor_rollout_ref.model.path={model}", f"trainer.device={device}", "trainer.device_memory=h100")
+    run = tmp_path / "run"
+    run.mkdir()
+    save_resolved(cfg, run / "config.yaml")
+    phases = {"gen": 30.0, "old_log_prob": 4.0, "update_actor": 12.0, "update_weights": 0.5}
+    data = {f"timing_s/{phase}": seconds for phase, seconds in phases.items()} | {"timing_s/step": 47.0}
+    data |= {"prompt_length/mean": 100.0, "response_length/mean": 200.0, "response_length/max": 400.0}
+    data |= {"perf/mfu/actor": 0.3}
+    slow = data | {"timing_s/gen": 300.0}
+    lines = [json.dumps({"step": step, "data": slow if step < 2 else data}) for step in range(6)]
+    with pytest.raises(UserError, match=r"has no metrics\.jsonl; give trainer\.default_local_dir"):
+        main(["--calibrate", str(run)])
+    (run / "metrics.jsonl").write_text("\n".join(lines[:2]) + "\n")
+    with pytest.raises(UserError, match="needs 3 steps or more"):
+        main(["--calibrate", str(run)])
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert main(["--calibrate", str(run)]) == 0
+    assert "hardware.yaml" in capsys.readouterr().out
+    read, hardware = MeasuredRun.read(run), read_hardware(run / "hardware.yaml")
+    assert read.seconds == phases and read.lengths == Lengths(100.0, 200.0, 400)
+    step = read.predicted(hardware)
+    assert main(["--calibrate", str(run), "--hardware", str(run / "hardware.yaml")]) == 0
+    assert capsys.readouterr().out == comparison(read, hardware) + "\n"
+    assert step.seconds("gen") == pytest.approx(30.0, rel=0.02)
+    assert step.seconds("update_weights") == pytest.approx(0.5, rel=0.02)
+    assert step.seconds("old_log_prob") + step.seconds("update_actor") == pytest.approx(16.0, rel=0.02)
 
 
 # --- published steps

@@ -11,7 +11,7 @@ import torch
 from scalerl.config.schema import MegatronConfig
 from scalerl.extras.plan.activations import tower_bytes
 from scalerl.models import ModelShape
-from scalerl.parallel.pictures import keep_no_activations, make_tower
+from scalerl.parallel.tower import keep_no_activations, make_tower
 from tests.tiny_vision import make_tiny_vision_model
 
 NUM_PATCHES = 64
