@@ -46,7 +46,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
 
 # Content, not times, so that a checkout does not reinstall; the folder, because a copied environment points to the old one.
-STATE := $(shell cat requirements/cpu.txt requirements/cpu-nodeps.txt requirements/megatron.txt requirements/install.py pyproject.toml Makefile | cksum) $(CURDIR)
+STATE := $(shell cat requirements/cpu.txt requirements/cpu-nodeps.txt requirements/megatron.txt requirements/cpu-torchvision.txt requirements/install.py pyproject.toml Makefile | cksum) $(CURDIR)
 ifneq ($(shell cat $(STAMP) 2>/dev/null),$(STATE))
 .PHONY: $(STAMP)
 endif
@@ -67,6 +67,7 @@ $(STAMP):
 	@$(MAKE) --no-print-directory torch
 	$(INSTALL) --no-deps -r requirements/cpu.txt -r requirements/cpu-nodeps.txt
 	$(INSTALL) --no-deps --ignore-requires-python -r requirements/megatron.txt
+	$(INSTALL) --no-deps --target $(VENV)/optional/torchvision -r requirements/cpu-torchvision.txt
 	$(INSTALL) --no-deps --no-build-isolation -e .
 	@$(BIN)/python -m compileall -qq -j 0 -x '$(RARE)' $(VENV)/lib || true
 	@printf '%s\n' '$(STATE)' > $(STAMP)

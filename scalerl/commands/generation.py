@@ -22,7 +22,7 @@ from scalerl.data.chat import Conversation
 from scalerl.data.problems import DataError, FileProblems
 from scalerl.data.prompt_tokens import Tokens, tokenize
 from scalerl.data.ragged import truncate
-from scalerl.data.row_checks import check_extra_info, check_messages, check_tools
+from scalerl.data.row_checks import check_extra_info, check_images, check_messages, check_tools
 from scalerl.data.tables import FileTable
 from scalerl.data.unknown_text import UnknownRows
 from scalerl.rollout.dispatcher import generate_samples, max_in_flight
@@ -36,48 +36,61 @@ from scalerl.rollout.servers.server_set import ServerSet
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from scalerl.data.pictures import Picture, PictureProcessor, PictureSource
+
 FINISH_REASONS = "finish_reasons"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt to respond to.  row: its number over all files."""
+    """A prompt to respond to.  row: its number over all files.  images: those that stand in it."""
 
     row: int
     input_ids: list[int]
     sampling: SamplingParams
+    images: Sequence[PictureSource] = ()
 
 
 def read_prompts(
-    tables: Sequence[FileTable], cfg: GenerationConfig, tokenizer: PreTrainedTokenizerBase
+    tables: Sequence[FileTable],
+    cfg: GenerationConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    processor: PictureProcessor | None = None,
 ) -> list[Prompt]:
-    """Reads the prompt of every row.  Raises DataError with the problems of the first file that has any."""
+    """Reads the prompt of every row.  Raises DataError with the problems of the first file that has any.
+
+    processor: of a model that takes images.
+    """
     prompts: list[Prompt] = []
+    data, sees_images = cfg.data, processor is not None
     for file in tables:
         problems, unknown = FileProblems(file.name), UnknownRows()
-        column, tools_key = cfg.data.prompt_key, cfg.data.tools_key
-        for chunk in file.chunks([column], problems, optional=["extra_info", tools_key]):
+        column, tools_key, columns = data.prompt_key, data.tools_key, (data.image_key, data.video_key)
+        for chunk in file.chunks([column], problems, optional=["extra_info", tools_key, *columns]):
             checked = [
                 (
-                    check_messages(values[column], row, column, problems),
+                    check_messages(values[column], row, column, problems, may_have_parts=sees_images),
                     check_tools(values.get(tools_key), row, tools_key, problems),
+                    check_images(values, row, *columns, problems, file.directory, sees_images=sees_images) or [],
                 )
                 for row, values in chunk
             ]
             for row, values in chunk:
                 check_extra_info(values.get("extra_info"), row, "extra_info", problems)
-            conversations = [Conversation(messages, tools) for messages, tools in checked if messages is not None]
+            conversations = [
+                Conversation(messages, tools, images) for messages, tools, images in checked if messages is not None
+            ]
             if problems:
                 # Once there is a problem, rows are only checked.
                 continue
-            for (row, values), tokens in zip(
-                chunk, tokenize(tokenizer, conversations, cfg.data.chat_template_kwargs), strict=True
-            ):
-                input_ids = _input_ids(tokens, row, cfg, problems)
+            tokenized = tokenize(tokenizer, conversations, data.chat_template_kwargs, processor)
+            for (row, values), conversation, tokens in zip(chunk, conversations, tokenized, strict=True):
+                images = conversation.images
+                input_ids = _input_ids(tokens, row, cfg, problems, can_be_cut=not images)
                 unknown.add(row, len(tokens.input_ids), tokens.unknown, tokens.left_out, tokens.special)
                 sampling = _sampling(values.get("extra_info"), row, cfg, problems)
                 if input_ids is not None and sampling is not None:
-                    prompts.append(Prompt(file.first + row, input_ids, sampling))
+                    prompts.append(Prompt(file.first + row, input_ids, sampling, images))
             if problems.full:
                 break
         problems.raise_if_any()
@@ -86,14 +99,16 @@ def read_prompts(
     return prompts
 
 
-def _input_ids(tokens: Tokens, row: int, cfg: GenerationConfig, problems: FileProblems) -> list[int] | None:
+def _input_ids(
+    tokens: Tokens, row: int, cfg: GenerationConfig, problems: FileProblems, *, can_be_cut: bool
+) -> list[int] | None:
     column, limit, input_ids = cfg.data.prompt_key, cfg.rollout.prompt_length, tokens.input_ids
-    if not tokens.is_usable(row, column, problems):
+    if not tokens.is_usable(row, column, problems, cfg.data.image_key):
         return None
-    if len(input_ids) > limit and cfg.data.truncation == "error":
+    if len(input_ids) > limit and (cfg.data.truncation == "error" or not can_be_cut):
         problems.add(
             f"a prompt longer than rollout.prompt_length={limit} tokens",
-            "raise it, or set data.truncation=left|right|middle",
+            "raise it, or set data.truncation=left|right|middle" if can_be_cut else "raise it: no image can be cut",
             row=row,
             column=column,
             value=f"{len(input_ids)} tokens",
@@ -205,6 +220,7 @@ async def generate(
     tokenizer: PreTrainedTokenizerBase,
     *,
     stop: Callable[[], bool],
+    processor: PictureProcessor | None = None,
 ) -> bool:
     """Generates the parts that are missing; returns False if `stop` ended the generation between two parts."""
     todo = parts.missing()
@@ -214,7 +230,7 @@ async def generate(
             if stop():
                 return False
             began = time.monotonic()
-            requests = [_request(prompts[row], cfg) for row in parts.rows(batch)]
+            requests = await asyncio.gather(*(_request(prompts[row], cfg, processor) for row in parts.rows(batch)))
             serving = await replacements.serving()
             clients = [replacements.clients[index] for index in serving]
             outputs = await generate_samples(clients, requests, replacements=replacements)
@@ -230,10 +246,13 @@ async def generate(
     return True
 
 
-def _request(prompt: Prompt, cfg: GenerationConfig) -> GenerateRequest:
+async def _request(prompt: Prompt, cfg: GenerationConfig, processor: PictureProcessor | None) -> GenerateRequest:
+    pictures: list[Picture] = []
+    if processor is not None and prompt.images:
+        pictures = await asyncio.to_thread(lambda: [processor.read(image) for image in prompt.images])
     n, seed = cfg.data.n_samples, cfg.rollout.seed
     seeds = [sample_seed(seed, 0, prompt.row, sample) for sample in range(n)]
-    return GenerateRequest(prompt.row, prompt.input_ids, n, prompt.sampling, seeds)
+    return GenerateRequest(prompt.row, prompt.input_ids, n, prompt.sampling, seeds, pictures=tuple(pictures))
 
 
 def _columns(

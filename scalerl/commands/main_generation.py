@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from scalerl.cluster.processes import Processes
     from scalerl.commands.generation import Prompt
     from scalerl.commands.parts import Fingerprint
+    from scalerl.data.pictures import PictureProcessor
 
 
 def main(argv: Sequence[str] | None = None, processes: Processes | None = None) -> int:
@@ -68,7 +69,15 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
             logs = parts.directory.absolute() / "logs"
             with generation_servers(cfg, inputs.device, logs, processes) as servers:
                 done = asyncio.run(
-                    generate(cfg, inputs.prompts, parts, servers, inputs.tokenizer, stop=lambda: stop.requested)
+                    generate(
+                        cfg,
+                        inputs.prompts,
+                        parts,
+                        servers,
+                        inputs.tokenizer,
+                        stop=lambda: stop.requested,
+                        processor=inputs.processor,
+                    )
                 )
             if not done:
                 print(f"stopped; the same command continues from {parts.directory}")
@@ -91,6 +100,7 @@ class GenerationInputs:
     table: pa.Table
     prompts: list[Prompt]
     tokenizer: PreTrainedTokenizerBase
+    processor: PictureProcessor | None
     fingerprint: Fingerprint
     device: str
 
@@ -106,6 +116,7 @@ def check_generation(cfg: GenerationConfig) -> GenerationInputs:
     from scalerl.data.chat import require_chat_template, use_chat_template
     from scalerl.data.files import resolve_files
     from scalerl.data.model_source import fetch_models
+    from scalerl.data.pictures import load_processor
     from scalerl.data.tables import joined, output_problems, read_tables
     from scalerl.models import eos_token_ids
     from scalerl.rollout.servers.engines import ENGINES
@@ -131,6 +142,12 @@ def check_generation(cfg: GenerationConfig) -> GenerationInputs:
         eos_ids = errors.attempt(lambda: eos_token_ids(cfg.model.path)) or ()
         setting, kwargs = f"model.path = {cfg.model.path}", cfg.data.chat_template_kwargs
         errors.violations.extend(ends_of_answers_violations(setting, tokenizer, eos_ids, kwargs))
+    processor = errors.attempt(lambda: load_processor(cfg.model.path, cfg.data))
+    if processor is not None and not ENGINES[cfg.rollout.name].takes_pictures:
+        errors.violations.append(
+            f"rollout.name = {cfg.rollout.name}: computes no vision tower, which {cfg.model.path} has; set "
+            "rollout.name=sglang"
+        )
     files = errors.attempt(lambda: resolve_files(cfg.data.path, cfg.data.cache_dir))
     tables = table = prompts = None
     if files is not None:
@@ -140,10 +157,10 @@ def check_generation(cfg: GenerationConfig) -> GenerationInputs:
         errors.attempt(lambda: check_new_columns(tables, cfg))
         table = errors.attempt(lambda: joined(tables))
         if tokenizer is not None and tokenizer.chat_template:
-            prompts = errors.attempt(lambda: read_prompts(tables, cfg, tokenizer))
+            prompts = errors.attempt(lambda: read_prompts(tables, cfg, tokenizer, processor))
     errors.raise_if_any()
     assert table is not None and prompts is not None and tokenizer is not None and files is not None
-    return GenerationInputs(table, prompts, tokenizer, fingerprint(cfg, files), device)
+    return GenerationInputs(table, prompts, tokenizer, processor, fingerprint(cfg, files), device)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from scalerl.base.lean_imports import lean_imports
+from scalerl.data.pictures import PictureSource, texts_of, with_parts
 from scalerl.data.problems import DataError
 
 if TYPE_CHECKING:
@@ -119,10 +120,19 @@ def template_without_end(
 
 
 class Conversation(NamedTuple):
-    """Messages, and the function schemas that the chat template shows; None: those of data.chat_template_kwargs."""
+    """Messages, and the function schemas that the chat template shows; None: those of data.chat_template_kwargs.
+
+    images: the pictures that the messages show, in order.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
+    images: Sequence[PictureSource] = ()
+
+    @property
+    def shown(self) -> list[dict[str, Any]]:
+        """The messages as the chat template takes them: with parts where they have pictures."""
+        return with_parts(self.messages) if self.images else self.messages
 
 
 def render(
@@ -149,9 +159,9 @@ def left_out(conversation: Conversation, text: str, options: Mapping[str, Any] |
     text: what it rendered.  options: as those of `render`.  Thoughts of the assistant are left out by design, and
     results of tools may be written in other characters.
     """
-    for i, message in enumerate(conversation.messages):
-        role, content = message["role"], message.get("content")
-        if role in _SHOWN_ROLES and isinstance(content, str) and not _has(text, content):
+    for i, message in enumerate(conversation.shown):
+        role = message["role"]
+        if role in _SHOWN_ROLES and not all(_has(text, content) for content in texts_of(message)):
             return f"message {i} ({role})"
     tools = conversation.tools or (options or {}).get("tools") or []
     functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
@@ -193,8 +203,7 @@ class SpecialTokens:
 
     def find(self, messages: Sequence[Mapping[str, Any]]) -> list[str]:
         """The special tokens in the contents, in order and each as often as it is there."""
-        contents = (message.get("content") for message in messages)
-        text = "\n".join(content for content in contents if isinstance(content, str))
+        text = "\n".join(content for message in messages for content in texts_of(message))
         return [] if self._pattern is None else self._pattern.findall(text)
 
     def broken(self, text: str, mark: str) -> str:

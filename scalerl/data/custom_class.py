@@ -26,6 +26,8 @@ from scalerl.data.unknown_text import UnknownRows, UnknownText
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from scalerl.data.pictures import PictureProcessor
+
 ARGUMENTS = ("data_files", "tokenizer", "config", "processor", "max_samples")
 _METHODS = ("__len__", "__getitem__")
 
@@ -35,14 +37,17 @@ def create_rl_dataset(
     tokenizer: PreTrainedTokenizerBase,
     config: DataConfig,
     max_samples: int = -1,
+    processor: PictureProcessor | None = None,
 ) -> RLHFDataset | PromptTable:
     """Creates the data set that `config` asks for: an RLHFDataset, or the rows of config.custom_cls.
+
+    processor: of a model that takes images.
 
     A class may draw from the generators that all code shares: they are seeded with config.seed while it is read.
     Raises DataError for wrong data, or a class that cannot be used.
     """
     if config.custom_cls.path is None and config.custom_cls.name is None:
-        return RLHFDataset(data_files, tokenizer, config, None, max_samples)
+        return RLHFDataset(data_files, tokenizer, config, processor, max_samples)
     cls = load_dataset_class(config.custom_cls)
     from scalerl.base.random_states import seeded_generators
 
@@ -51,13 +56,13 @@ def create_rl_dataset(
     try:
         # So that a run which goes on has the rows that it began with.
         with seeded_generators(config.seed):
-            dataset = cls(data_files, tokenizer, config, None, max_samples)
+            dataset = cls(data_files, tokenizer, config, processor, max_samples)
             rows = [dataset[i] for i in range(len(dataset))]
     except DataError:
         raise
     except Exception as error:  # the user's code raises what it likes
         raise DataError([f"{label}: cannot be read: {cause_of(error, path)}; correct the class"]) from error
-    return PromptTable(rows, label, tokenizer, config, cls.__module__)
+    return PromptTable(rows, label, tokenizer, config, cls.__module__, processor)
 
 
 def load_dataset_class(config: CustomClassConfig) -> type:
@@ -134,13 +139,14 @@ class PromptTable:
         tokenizer: PreTrainedTokenizerBase,
         config: DataConfig,
         module_name: str = "",
+        processor: PictureProcessor | None = None,
     ) -> None:
         self.files = [label]
         if not rows:
             raise DataError([f"{label}: no rows; its __len__ must be at least 1"])
         rows_of_problem: dict[str, list[int]] = {}
         for i, row in enumerate(rows):
-            for problem in _row_problems(row, len(tokenizer), config.max_prompt_length, module_name):
+            for problem in _row_problems(row, len(tokenizer), config.max_prompt_length, module_name, processor):
                 rows_of_problem.setdefault(problem, []).append(i)
         if rows_of_problem:
             shown = list(rows_of_problem.items())[:20]
@@ -148,7 +154,7 @@ class PromptTable:
         self._count_unknown(rows, label, tokenizer, allow=config.unknown_tokens == "allow")
         digest = MessagesDigest()
         for row in rows:
-            digest.add(row.messages)
+            digest.add(row.messages, row.images)
         self.digest = digest.hexdigest()
         self._tokens = RaggedArray([row.input_ids for row in rows], np.int32)
         self._others = PackedObjects(_others(row) for row in rows)
@@ -188,7 +194,9 @@ _TYPES = {
 }
 
 
-def _row_problems(row: Any, vocab_size: int, max_prompt_length: int, module_name: str) -> list[str]:
+def _row_problems(
+    row: Any, vocab_size: int, max_prompt_length: int, module_name: str, processor: PictureProcessor | None
+) -> list[str]:
     if not isinstance(row, PromptRow):
         return [f"__getitem__ returns {type_name(row)}; return a scalerl.data.PromptRow"]
     problems = [
@@ -198,13 +206,15 @@ def _row_problems(row: Any, vocab_size: int, max_prompt_length: int, module_name
     ]
     if row.data_source == "":
         problems.append("data_source is empty, give the name of its source")
-    if row.images:
-        problems.append("images: no model family of scalerl has a vision part; return none")
+    if row.images and processor is None:
+        problems.append("images: the model has no vision part; return none")
     if (what := no_answer(row.ground_truth)) is not None:
         problems.append(f"ground_truth has {what}, which is no answer; give text or a number")
     if (half := lone_surrogate(_others(row))) is not None:
         problems.append(f"texts hold {half}, half of a surrogate pair, which nothing can write; write whole characters")
     problems += _token_problems(row.input_ids, vocab_size, max_prompt_length)
+    if processor is not None and not problems and (problem := processor.problem_of(row.input_ids, row.images)):
+        problems.append(problem)
     if not problems:
         try:
             packed = pickle.dumps(_others(row))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from scalerl.data.chat import Conversation, SpecialTokens, encode, left_out, render
+from scalerl.data.pictures import PictureError, PictureProcessor
 from scalerl.data.problems import DataError, FileProblems
 from scalerl.data.unknown_text import UnknownText
 
@@ -30,6 +31,7 @@ class Tokens(NamedTuple):
 
     problem: the reason why the chat template refuses the messages, else "".  unknown: as `UnknownText.find` returns it.
     left_out: as `chat.left_out` returns it.  special: the special tokens that the messages' text has.
+    picture_error: why its pictures cannot be used.
     """
 
     input_ids: np.ndarray
@@ -37,10 +39,16 @@ class Tokens(NamedTuple):
     unknown: Sequence[str] = ()
     left_out: str = ""
     special: Sequence[str] = ()
+    picture_error: PictureError | None = None
 
-    def is_usable(self, row: int, column: str, problems: FileProblems) -> bool:
-        """Whether a prompt has tokens; adds the problem of its row where it has none."""
-        if self.problem:
+    def is_usable(self, row: int, column: str, problems: FileProblems, images: str = "images") -> bool:
+        """Whether a prompt has tokens; adds the problem of its row where it has none.
+
+        column, images: names of the columns of messages and of images.
+        """
+        if self.picture_error is not None:
+            problems.add(self.picture_error.problem, self.picture_error.advice, row=row, column=images)
+        elif self.problem:
             problem = f"messages that the chat template refuses ({self.problem})"
             problems.add(problem, "correct the messages, or use another template", row=row, column=column)
         elif not len(self.input_ids):
@@ -54,15 +62,20 @@ class PromptTokenizer:
     """Tokenizes prompts chunk by chunk.
 
     workers: number of processes that tokenize from the second chunk on; 1: this process does it all.
-    options: data.chat_template_kwargs.
+    options: data.chat_template_kwargs.  processor: of the pictures of the prompts.
     Use as a context manager: the processes end with the block.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, workers: int, options: Mapping[str, Any] | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        workers: int,
+        options: Mapping[str, Any] | None = None,
+        processor: PictureProcessor | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._options = options
+        self._processor = processor
         self._workers = workers
         self._pool: ProcessPoolExecutor | None = None
 
@@ -80,14 +93,14 @@ class PromptTokenizer:
         """
         if self._workers == 1:
             for rows, prompts in chunks:
-                yield rows, tokenize(self._tokenizer, prompts, self._options)
+                yield rows, tokenize(self._tokenizer, prompts, self._options, self._processor)
             return
         waiting: deque[tuple[T, Future[list[Tokens]]]] = deque()
         try:
             for number, (rows, prompts) in enumerate(chunks):
                 if number == 0:
                     # Most files have one chunk, which is done before a process would have started.
-                    yield rows, tokenize(self._tokenizer, prompts, self._options)
+                    yield rows, tokenize(self._tokenizer, prompts, self._options, self._processor)
                     continue
                 waiting.append((rows, self._start().submit(_tokenize_in_worker, prompts, self._options)))
                 if len(waiting) >= self._workers * _CHUNKS_PER_WORKER:
@@ -109,17 +122,20 @@ class PromptTokenizer:
                 # A fork would copy locks that threads of this process may hold.
                 mp_context=multiprocessing.get_context("spawn"),
                 initializer=_start_worker,
-                initargs=(self._tokenizer,),
+                initargs=(self._tokenizer, self._processor),
             )
         return self._pool
 
 
 def tokenize(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Conversation], options: Mapping[str, Any] | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Conversation],
+    options: Mapping[str, Any] | None = None,
+    processor: PictureProcessor | None = None,
 ) -> list[Tokens]:
     """The tokens of each prompt with the generation prompt, or the chat template's error.
 
-    options: data.chat_template_kwargs.
+    options: data.chat_template_kwargs.  processor: counts the tokens of pictures.
     """
     refused: dict[int, str] = {}
     texts: list[str] = []
@@ -127,12 +143,12 @@ def tokenize(
     special = SpecialTokens(tokenizer)
     for number, prompt in enumerate(prompts):
         try:
-            text = render(tokenizer, prompt.messages, add_generation_prompt=True, options=options, tools=prompt.tools)
+            text = render(tokenizer, prompt.shown, add_generation_prompt=True, options=options, tools=prompt.tools)
         except Exception as error:  # a chat template is a program of the model's author: it raises anything
             refused[number] = f"{type(error).__name__}: {error}"
         else:
             texts.append(text)
-            seen.append((left_out(prompt, text, options), special.find(prompt.messages)))
+            seen.append((left_out(prompt, text, options), special.find(prompt.shown)))
     unknown = UnknownText(tokenizer)
     # Arrays, because lists of Python integers would take ten times the memory while other rows are read.
     tokens = (
@@ -140,7 +156,22 @@ def tokenize(
         for text, ids, more in zip(texts, encode(tokenizer, texts), seen, strict=True)
     )
     nothing = np.empty(0, np.int32)
-    return [Tokens(nothing, refused[number]) if number in refused else next(tokens) for number in range(len(prompts))]
+    made = [Tokens(nothing, refused[number]) if number in refused else next(tokens) for number in range(len(prompts))]
+    if processor is None:
+        return made
+    return [_with_pictures(one, prompt, processor) for one, prompt in zip(made, prompts, strict=True)]
+
+
+def _with_pictures(tokens: Tokens, prompt: Conversation, processor: PictureProcessor) -> Tokens:
+    """The tokens with as many placeholders as the pictures of the prompt take."""
+    if tokens.problem:
+        return tokens
+    try:
+        return tokens._replace(
+            input_ids=np.asarray(processor.expand(tokens.input_ids.tolist(), prompt.images), np.int32)
+        )
+    except PictureError as error:
+        return tokens._replace(picture_error=error)
 
 
 def _done(waiting: deque[tuple[T, Future[list[Tokens]]]]) -> tuple[T, list[Tokens]]:
@@ -149,15 +180,16 @@ def _done(waiting: deque[tuple[T, Future[list[Tokens]]]]) -> tuple[T, list[Token
 
 
 _worker_tokenizer: PreTrainedTokenizerBase | None = None
+_worker_processor: PictureProcessor | None = None
 
 
-def _start_worker(tokenizer: PreTrainedTokenizerBase) -> None:
-    global _worker_tokenizer
+def _start_worker(tokenizer: PreTrainedTokenizerBase, processor: PictureProcessor | None = None) -> None:
+    global _worker_tokenizer, _worker_processor
     # The processes are parallel already.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker_tokenizer = tokenizer
+    _worker_tokenizer, _worker_processor = tokenizer, processor
 
 
 def _tokenize_in_worker(prompts: Sequence[Conversation], options: Mapping[str, Any] | None) -> list[Tokens]:
     assert _worker_tokenizer is not None
-    return tokenize(_worker_tokenizer, prompts, options)
+    return tokenize(_worker_tokenizer, prompts, options, _worker_processor)

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,9 @@ from scalerl.data.row_checks import MessagesDigest, PromptColumns, PromptFields,
 from scalerl.data.unknown_text import UnknownRows
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+    from transformers import PreTrainedTokenizerBase
+
+    from scalerl.data.pictures import PictureProcessor, PictureSource
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +34,7 @@ class PromptRow:
 
     reward_style: rule (a reward function scores it), model or judge (a reward model or a judge, where the run has
         one), or another name.
-    images: as the file has them; always empty in a data set without a processor.
+    images: the content of each file, or its absolute path; input_ids has as many placeholders as they take.
     tools: function schemas of the row; empty where it has none of its own.
     """
 
@@ -43,7 +46,7 @@ class PromptRow:
     extra_info: dict[str, Any]
     messages: list[dict[str, Any]]
     reward_style: str
-    images: list[Any] = field(default_factory=list)
+    images: list[PictureSource] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -60,15 +63,19 @@ class RLHFDataset:
         ability: str.
         reward_model: {"style": str, "ground_truth": any}; ground_truth may be null only if style is not "rule".
         extra_info: dict or null.
-        images (config.image_key; may be missing): list or null. Without a processor a row with images is a problem.
+        images (config.image_key; may be missing): list of bytes, paths relative to the file, or dicts with bytes or
+            path; or null. The messages have <image>, or a part of type image, for each. Without a processor a row with
+            images is a problem.
+        videos (config.video_key; may be missing): a row with videos is a problem.
         tools (config.tools_key; may be missing): function schemas, as a list or as JSON text, or null.
 
     A file may be a URL (local_copy.py), whose copy is kept in config.cache_dir.
     A prompt over config.max_prompt_length tokens is dropped and counted in `num_filtered` if
-    config.filter_overlong_prompts, else config.truncation decides: error | left | right | middle.
+    config.filter_overlong_prompts, else config.truncation decides: error | left | right | middle. One with images is
+    not truncated.
     config.filter_overlong_prompts_workers processes tokenize; the rows do not depend on their number.
     `max_samples`: number of rows to keep, the first ones after filtering; -1 keeps all.
-    `processor`: the processor of a model that takes images; it is not called, it only allows images in the rows.
+    `processor`: of a model that takes images.
 
     Raises DataError, naming file, row and column of all problems of the first file that has any.
     """
@@ -78,7 +85,7 @@ class RLHFDataset:
         data_files: str | os.PathLike | Sequence[str | os.PathLike],
         tokenizer: PreTrainedTokenizerBase,
         config: DataConfig,
-        processor: ProcessorMixin | None = None,
+        processor: PictureProcessor | None = None,
         max_samples: int = -1,
     ) -> None:
         require_chat_template(tokenizer)
@@ -87,11 +94,16 @@ class RLHFDataset:
         self.files = [file.name for file in files]
         self.num_filtered = 0
         columns = PromptColumns(
-            config.reward_fn_key, config.prompt_key, config.image_key, config.tools_key, processor is not None
+            config.reward_fn_key,
+            config.prompt_key,
+            config.image_key,
+            config.video_key,
+            config.tools_key,
+            processor is not None,
         )
         rows: list[_KeptRow] = []
         with PromptTokenizer(
-            tokenizer, config.filter_overlong_prompts_workers, config.chat_template_kwargs
+            tokenizer, config.filter_overlong_prompts_workers, config.chat_template_kwargs, processor
         ) as prompt_tokenizer:
             for file in files:
                 room = None if max_samples == -1 else max_samples - len(rows)
@@ -102,7 +114,7 @@ class RLHFDataset:
             raise DataError([self._why_empty(config)])
         digest = MessagesDigest()
         for _, _, fields in rows:
-            digest.add(fields.messages)
+            digest.add(fields.messages, fields.images)
         self.digest = digest.hexdigest()
         self._tokens = RaggedArray([tokens for tokens, *_ in rows], np.int32)
         self._others = PackedObjects((num_tokens, *fields) for _, num_tokens, fields in rows)
@@ -133,15 +145,16 @@ class RLHFDataset:
         problems = FileProblems(file.name)
         kept: list[_KeptRow] = []
         overlong: dict[int, int] = {}
+        overlong_with_images: dict[int, int] = {}
         unknown = UnknownRows()
 
         def checked() -> Iterator[tuple[list[tuple[int, PromptFields]], list[Conversation]]]:
-            for chunk in read_chunks(file.path, columns.names, problems, optional=[columns.images, columns.tools]):
-                rows = check_prompt_rows(chunk, columns, problems)
+            for chunk in read_chunks(file.path, columns.names, problems, optional=columns.optional):
+                rows = check_prompt_rows(chunk, columns, problems, Path(file.path).parent)
                 if problems.full:
                     return
                 if not problems and room != len(kept):
-                    yield rows, [Conversation(fields.messages, fields.tools) for _, fields in rows]
+                    yield rows, [Conversation(fields.messages, fields.tools, fields.images) for _, fields in rows]
 
         for rows, token_lists in tokenizer.each(checked()):
             if room == len(kept):
@@ -149,7 +162,7 @@ class RLHFDataset:
             for (row, fields), prompt in zip(rows, token_lists, strict=True):
                 if room == len(kept):
                     break
-                if not prompt.is_usable(row, columns.prompt, problems):
+                if not prompt.is_usable(row, columns.prompt, problems, columns.images):
                     continue
                 tokens = prompt.input_ids
                 num_tokens = len(tokens)
@@ -157,15 +170,19 @@ class RLHFDataset:
                     if config.filter_overlong_prompts:
                         self.num_filtered += 1
                         continue
-                    if config.truncation == "error":
-                        overlong[row] = num_tokens
+                    if fields.images or config.truncation == "error":
+                        (overlong_with_images if fields.images else overlong)[row] = num_tokens
                         continue
                     tokens = np.asarray(
                         truncate(tokens.tolist(), config.max_prompt_length, config.truncation), np.int32
                     )
                 unknown.add(row, num_tokens, prompt.unknown, prompt.left_out, prompt.special)
                 kept.append((tokens, num_tokens, fields))
-        _add_overlong(overlong, columns.prompt, config.max_prompt_length, problems)
+        _add_overlong(
+            overlong, columns.prompt, config.max_prompt_length, problems, "data.truncation=left|right|middle, "
+        )
+        # A picture cannot be cut.
+        _add_overlong(overlong_with_images, columns.prompt, config.max_prompt_length, problems)
         unknown.report(file.name, columns.prompt, problems, allow=config.unknown_tokens == "allow")
         problems.raise_if_any()
         return kept
@@ -180,13 +197,15 @@ class RLHFDataset:
         return f"{files}: no rows; give files with at least one row"
 
 
-def _add_overlong(overlong: dict[int, int], column: str, max_prompt_length: int, problems: FileProblems) -> None:
+def _add_overlong(
+    overlong: dict[int, int], column: str, max_prompt_length: int, problems: FileProblems, cut: str = ""
+) -> None:
+    """Adds the problem of rows with too many tokens.  cut: the advice to truncate them, with a comma after it."""
     if not overlong:
         return
     problem = f"a prompt longer than data.max_prompt_length={max_prompt_length} tokens"
     advice = (
-        f"set data.max_prompt_length={max(overlong.values())} (the longest), data.truncation=left|right|middle, "
-        "or data.filter_overlong_prompts=true"
+        f"set data.max_prompt_length={max(overlong.values())} (the longest), {cut}or data.filter_overlong_prompts=true"
     )
     for row, num_tokens in overlong.items():
         problems.add(problem, advice, row=row, column=column, value=f"{num_tokens} tokens")

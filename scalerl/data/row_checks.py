@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from scalerl.data.files import Chunk
+from scalerl.data.pictures import PictureError, PictureSource, digest_of, sources_of
 from scalerl.data.problems import FileProblems, excerpt, type_name
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -27,6 +30,7 @@ class PromptColumns:
     data_source: str = "data_source"
     prompt: str = "prompt"
     images: str = "images"
+    videos: str = "videos"
     tools: str = "tools"
     sees_images: bool = False
 
@@ -34,6 +38,11 @@ class PromptColumns:
     def names(self) -> list[str]:
         """The names of the five columns that every file must have."""
         return [self.data_source, self.prompt, "ability", "reward_model", "extra_info"]
+
+    @property
+    def optional(self) -> list[str]:
+        """The names of the columns that a file may have."""
+        return [self.images, self.videos, self.tools]
 
 
 class PromptFields(NamedTuple):
@@ -44,12 +53,14 @@ class PromptFields(NamedTuple):
     extra_info: dict[str, Any]
     messages: list[dict[str, Any]]
     reward_style: str
-    images: list[Any]
+    images: list[PictureSource]
     tools: list[dict[str, Any]]
 
 
-def check_prompt_rows(chunk: Chunk, columns: PromptColumns, problems: FileProblems) -> list[tuple[int, PromptFields]]:
-    """Checks the rows of a chunk and returns those that can be used.
+def check_prompt_rows(
+    chunk: Chunk, columns: PromptColumns, problems: FileProblems, directory: str | os.PathLike = "."
+) -> list[tuple[int, PromptFields]]:
+    """Checks the rows of a chunk and returns those that can be used.  directory: of the file, for paths of images.
 
     Problems are added to `problems`; once there is one, rows are only checked and none is returned.
     """
@@ -63,13 +74,16 @@ def check_prompt_rows(chunk: Chunk, columns: PromptColumns, problems: FileProble
         _check_reward_model(values["reward_model"], row, problems)
         if values["extra_info"] is not _ABSENT:
             check_extra_info(values["extra_info"], row, "extra_info", problems)
-        images = values.get(columns.images)
-        _check_images(images, row, columns, problems)
+        images = check_images(
+            values, row, columns.images, columns.videos, problems, directory, sees_images=columns.sees_images
+        )
         tools = check_tools(values.get(columns.tools), row, columns.tools, problems)
         messages = None
         if values[columns.prompt] is not _ABSENT:
-            messages = check_messages(values[columns.prompt], row, columns.prompt, problems)
-        if not problems and messages is not None:
+            messages = check_messages(
+                values[columns.prompt], row, columns.prompt, problems, may_have_parts=columns.sees_images
+            )
+        if not problems and messages is not None and images is not None:
             reward = values["reward_model"]
             fields = PromptFields(
                 values[columns.data_source],
@@ -77,7 +91,7 @@ def check_prompt_rows(chunk: Chunk, columns: PromptColumns, problems: FileProble
                 values["extra_info"] or {},
                 messages,
                 reward["style"],
-                images or [],
+                images,
                 tools or [],
             )
             rows.append((row, fields))
@@ -138,24 +152,54 @@ def check_extra_info(value: Any, row: int, column: str, problems: FileProblems) 
         problems.add(problem, "write a dict, or null", row=row, column=column, value=excerpt(value))
 
 
-def _check_images(value: Any, row: int, columns: PromptColumns, problems: FileProblems) -> None:
-    where: dict[str, Any] = {"row": row, "column": columns.images}
+def check_images(
+    values: dict[str, Any],
+    row: int,
+    images: str,
+    videos: str,
+    problems: FileProblems,
+    directory: str | os.PathLike,
+    *,
+    sees_images: bool,
+) -> list[PictureSource] | None:
+    """Checks one row's images and videos; returns the images, or None with the reason added to `problems`.
+
+    images, videos: names of the columns.  directory: of the file.  sees_images: whether the model does.
+    """
+    if values.get(videos):
+        advice = f"put frames of them into '{images}' as images, or remove the rows"
+        problems.add("videos, which scalerl does not take", advice, row=row, column=videos)
+        return None
+    value = values.get(images)
+    where: dict[str, Any] = {"row": row, "column": images}
     if value is not None and not isinstance(value, list):
         problems.add(f"{type_name(value)}, not a list of images", "write a list, or null", **where)
-    elif value and not columns.sees_images:
+    elif value and not sees_images:
         problem = "images, for a model without a vision part"
         advice = (
-            "no model family of scalerl has one: remove the images or the rows, or name another column with "
+            "give a model that takes images, remove the images or the rows, or name another column with "
             "data.image_key if these are no images"
         )
         problems.add(problem, advice, **where, value=f"{len(value)} of them")
+    elif value:
+        try:
+            return sources_of(value, directory)
+        except PictureError as error:
+            problems.add(error.problem, error.advice, **where)
+    else:
+        return []
+    return None
 
 
 # --- messages and tools
 
 
-def check_messages(value: Any, row: int, column: str, problems: FileProblems) -> list[dict[str, Any]] | None:
+def check_messages(
+    value: Any, row: int, column: str, problems: FileProblems, *, may_have_parts: bool = False
+) -> list[dict[str, Any]] | None:
     """Checks one row's messages and drops their null keys at every depth: Arrow fills in those of other rows.
+
+    may_have_parts: a content may be a list of parts of the types text and image.
 
     Returns the messages, or None with the reason added to `problems`.
     """
@@ -166,12 +210,14 @@ def check_messages(value: Any, row: int, column: str, problems: FileProblems) ->
     if not value:
         problems.add("an empty list", "remove the row or give it a message", row=row, column=column)
         return None
-    messages = [_check_message(message, i, row, column, problems) for i, message in enumerate(value)]
+    messages = [_check_message(message, i, row, column, problems, may_have_parts) for i, message in enumerate(value)]
     known = [message for message in messages if message is not None]
     return known if len(known) == len(messages) else None
 
 
-def _check_message(message: Any, i: int, row: int, column: str, problems: FileProblems) -> dict[str, Any] | None:
+def _check_message(
+    message: Any, i: int, row: int, column: str, problems: FileProblems, may_have_parts: bool
+) -> dict[str, Any] | None:
     if not isinstance(message, dict):
         problem = f"{type_name(message)} as message {i}"
         problems.add(problem, _SHAPE, row=row, column=column, value=excerpt(message))
@@ -186,6 +232,14 @@ def _check_message(message: Any, i: int, row: int, column: str, problems: FilePr
         return None
     if content is None and message.get("tool_calls"):
         return _without_nulls(message)
+    if may_have_parts and isinstance(content, list) and content:
+        wrong = next((part for part in content if not _is_part(part)), None)
+        if wrong is None:
+            return _without_nulls(message)
+        problem = f"a part of message {i} that is neither text nor an image"
+        advice = 'write {"type": "text", "text": ...} or {"type": "image"}, with the image itself in its own column'
+        problems.add(problem, advice, row=row, column=column, value=excerpt(wrong))
+        return None
     if not isinstance(content, str):
         problem = f"{type_name(content)} as content of message {i}, not text"
         problems.add(problem, _SHAPE, row=row, column=column, value=excerpt(content))
@@ -194,6 +248,16 @@ def _check_message(message: Any, i: int, row: int, column: str, problems: FilePr
         problems.add(f"empty content in message {i}", "remove the message or give it text", row=row, column=column)
         return None
     return _without_nulls(message)
+
+
+def _is_part(part: Any) -> bool:
+    """Whether it is a part of a message. Arrow gives each the keys of all."""
+    given = _without_nulls(part)
+    if not isinstance(given, dict):
+        return False
+    if given.get("type") == "text":
+        return isinstance(given.get("text"), str)
+    return given == {"type": "image"}
 
 
 def check_tools(value: Any, row: int, column: str, problems: FileProblems) -> list[dict[str, Any]] | None:
@@ -236,8 +300,10 @@ class MessagesDigest:
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
 
-    def add(self, messages: Any) -> None:
-        """Adds the messages of the next row."""
+    def add(self, messages: Any, images: Sequence[PictureSource] = ()) -> None:
+        """Adds the messages of the next row, and its images."""
+        if images:
+            messages = [messages, [digest_of(image) for image in images]]
         # What JSON has no form for, as images of a user's class, counts by its type: its text may be an address.
         text = json.dumps(messages, sort_keys=True, skipkeys=True, default=type_name)
         self._hash.update(text.encode() + b"\n")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,9 +14,10 @@ import numpy as np
 from scalerl.config.schema import SFTDataConfig
 from scalerl.data.chat import Conversation, SpecialTokens, encode, left_out, render, require_chat_template
 from scalerl.data.files import DataFile, read_chunks, resolve_files
+from scalerl.data.pictures import PictureError, PictureProcessor, PictureSource, expand, text_of
 from scalerl.data.problems import DataError, FileProblems
-from scalerl.data.ragged import RaggedArray, truncate
-from scalerl.data.row_checks import MessagesDigest, check_messages, check_tools
+from scalerl.data.ragged import PackedObjects, RaggedArray, truncate
+from scalerl.data.row_checks import MessagesDigest, check_images, check_messages, check_tools
 from scalerl.data.unknown_text import UnknownRows, UnknownText
 
 if TYPE_CHECKING:
@@ -27,10 +29,26 @@ _THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True)
 class SFTRow:
-    """One tokenized conversation.  loss_mask: 1 where the token is learned, one entry per token of input_ids."""
+    """One tokenized conversation.  loss_mask: 1 where the token is learned, one entry per token of input_ids.
+
+    images: the content of each file, or its absolute path; input_ids has as many placeholders as they take.
+    picture_patches: of each image.
+    """
 
     input_ids: list[int]
     loss_mask: list[int]
+    images: list[PictureSource] = field(default_factory=list)
+    picture_patches: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """A conversation of a row.  images: the first ones of the row, as far as its messages go.  counts: their tokens."""
+
+    input_ids: list[int]
+    loss_mask: list[int]
+    images: Sequence[PictureSource] = ()
+    counts: Sequence[int] = ()
 
 
 class SFTDataset:
@@ -47,8 +65,11 @@ class SFTDataset:
     the last turn is learned as a continuation of the generation prompt. num_rows: the rows of the files.
 
     Column config.tools_key, which may be missing, has function schemas of a row, as a list or as JSON text, or null.
+    Columns config.image_key and config.video_key are as those of `RLHFDataset`. processor: of a model that takes
+    images, which it is asked for again when a row is used.
     A file may be a URL (local_copy.py), whose copy is kept in config.cache_dir.
-    A conversation over config.max_length tokens: config.truncation error | left | right.
+    A conversation over config.max_length tokens: config.truncation error | left | right; one with images is not
+    truncated.
     Raises DataError, naming file, row and column of all problems of the first file that has any.
     """
 
@@ -57,19 +78,23 @@ class SFTDataset:
         data_files: str | os.PathLike | Sequence[str | os.PathLike],
         tokenizer: PreTrainedTokenizerBase,
         config: SFTDataConfig,
+        processor: PictureProcessor | None = None,
     ) -> None:
         require_chat_template(tokenizer)
+        self.processor = processor
         files = resolve_files(data_files, config.cache_dir)
         self.files = [file.name for file in files]
         digest = MessagesDigest()
-        by_row = [row for file in files for row in _read_file(file, tokenizer, config, digest)]
+        by_row = [row for file in files for row in _read_file(file, tokenizer, config, digest, processor)]
         self.digest = digest.hexdigest()
         if not by_row:
             raise DataError([f"{', '.join(self.files)}: no rows; give files with at least one row"])
         self.num_rows = len(by_row)
         rows = [sample for samples in by_row for sample in samples]
-        self._tokens = RaggedArray([tokens for tokens, _ in rows], np.int32)
-        self._loss_mask = RaggedArray([mask for _, mask in rows], np.int8)
+        self._tokens = RaggedArray([row.input_ids for row in rows], np.int32)
+        self._loss_mask = RaggedArray([row.loss_mask for row in rows], np.int8)
+        patches = 0 if processor is None else processor.vision.merge_size**2
+        self._images = PackedObjects((list(row.images), [patches * count for count in row.counts]) for row in rows)
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -77,39 +102,53 @@ class SFTDataset:
     def __getitem__(self, row: int) -> SFTRow:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} is not in 0..{len(self) - 1}")
-        return SFTRow(self._tokens[row].tolist(), self._loss_mask[row].tolist())
+        return SFTRow(self._tokens[row].tolist(), self._loss_mask[row].tolist(), *self._images[row])
 
 
 def _read_file(
-    file: DataFile, tokenizer: PreTrainedTokenizerBase, config: SFTDataConfig, digest: MessagesDigest
-) -> list[list[tuple[np.ndarray, np.ndarray]]]:
-    """Tokens and loss mask of the conversations of each row."""
+    file: DataFile,
+    tokenizer: PreTrainedTokenizerBase,
+    config: SFTDataConfig,
+    digest: MessagesDigest,
+    processor: PictureProcessor | None,
+) -> list[list[_Sample]]:
+    """The conversations of each row."""
     problems = FileProblems(file.name)
     column = config.messages_key
-    rows: list[list[tuple[np.ndarray, np.ndarray]]] = []
+    rows: list[list[_Sample]] = []
     overlong: dict[int, int] = {}
+    optional, directory = [config.tools_key, config.image_key, config.video_key], Path(file.path).parent
     unknown, unknown_text, special = UnknownRows(), UnknownText(tokenizer), SpecialTokens(tokenizer)
-    for chunk in read_chunks(file.path, [column], problems, optional=[config.tools_key]):
+    for chunk in read_chunks(file.path, [column], problems, optional=optional):
         if problems.full:
             break
         for row, values in chunk:
             if column not in values:
                 continue  # The file lacks the column, which is in `problems`.
-            messages = check_messages(values[column], row, column, problems)
-            if messages is None or not _check_turns(messages, row, column, problems):
+            sees_images = processor is not None
+            messages = check_messages(values[column], row, column, problems, may_have_parts=sees_images)
+            images = check_images(
+                values, row, config.image_key, config.video_key, problems, directory, sees_images=sees_images
+            )
+            if messages is None or images is None or not _check_turns(messages, row, column, problems):
                 continue
             tools = check_tools(values.get(config.tools_key), row, config.tools_key, problems)
-            conversation = Conversation(messages, tools)
+            conversation = Conversation(messages, tools, images)
             samples, pieces, missing = _tokenize(conversation, row, tokenizer, config, problems, unknown_text)
             if samples is None:
                 continue
-            unknown.add(row, len(samples[-1][0]), pieces, missing, special.find(messages))
-            longest = max(len(tokens) for tokens, _ in samples)
-            if longest > config.max_length and config.truncation == "error":
+            try:
+                samples = samples if processor is None else _with_pictures(samples, images, processor)
+            except PictureError as error:
+                problems.add(error.problem, error.advice, row=row, column=config.image_key)
+                continue
+            unknown.add(row, len(samples[-1].input_ids), pieces, missing, special.find(conversation.shown))
+            longest = max(len(sample.input_ids) for sample in samples)
+            if longest > config.max_length and (images or config.truncation == "error"):
                 overlong[row] = longest
                 continue
-            cut = [[truncate(part, config.max_length, config.truncation) for part in sample] for sample in samples]
-            cut = [(tokens, mask) for tokens, mask in cut if any(mask)]
+            cut = [_cut(sample, config) for sample in samples]
+            cut = [sample for sample in cut if any(sample.loss_mask)]
             if not cut:
                 problem = (
                     f"no assistant token in the {config.max_length} tokens kept by data.truncation={config.truncation}"
@@ -117,8 +156,8 @@ def _read_file(
                 advice = "raise data.max_length, change data.truncation, or remove the row"
                 problems.add(problem, advice, row=row, column=column)
                 continue
-            rows.append([(np.asarray(tokens, np.int32), np.asarray(mask, np.int8)) for tokens, mask in cut])
-            digest.add(messages)
+            rows.append(cut)
+            digest.add(messages, images)
     for row, num_tokens in overlong.items():
         problem = f"a conversation longer than data.max_length={config.max_length} tokens"
         advice = f"set data.max_length={max(overlong.values())} (the longest), or data.truncation=left|right"
@@ -126,6 +165,34 @@ def _read_file(
     unknown.report(file.name, column, problems, allow=config.unknown_tokens == "allow")
     problems.raise_if_any()
     return rows
+
+
+def _cut(sample: _Sample, config: SFTDataConfig) -> _Sample:
+    ids, mask = (truncate(part, config.max_length, config.truncation) for part in (sample.input_ids, sample.loss_mask))
+    # Lists of Python integers would take ten times the memory while other rows are read.
+    return replace(sample, input_ids=np.asarray(ids, np.int32), loss_mask=np.asarray(mask, np.int8))
+
+
+def _with_pictures(
+    samples: Sequence[_Sample], images: Sequence[PictureSource], processor: PictureProcessor
+) -> list[_Sample]:
+    """The conversations with as many placeholders as their images take.  Raises PictureError as `processor.counts`.
+
+    The last one has all messages, the others those up to a turn.
+    """
+    counts = processor.counts(samples[-1].input_ids, images)
+    token_id, made = processor.vision.image_token_id, []
+    for sample in samples:
+        places = [place for place, token in enumerate(sample.input_ids) if token == token_id]
+        if any(sample.loss_mask[place] for place in places):
+            raise PictureError("an image in an assistant message", "show images in messages of other roles")
+        own = counts[: len(places)]
+        ids = expand(sample.input_ids, token_id, own)
+        mask = list(sample.loss_mask)
+        for place, count in zip(reversed(places), reversed(own), strict=True):
+            mask[place : place + 1] = [0] * count
+        made.append(_Sample(ids, mask, images[: len(places)], own))
+    return made
 
 
 def _check_turns(messages: list[dict[str, Any]], row: int, column: str, problems: FileProblems) -> bool:
@@ -147,7 +214,7 @@ def _tokenize(
     config: SFTDataConfig,
     problems: FileProblems,
     unknown: UnknownText,
-) -> tuple[list[tuple[list[int], list[int]]] | None, list[str], str]:
+) -> tuple[list[_Sample] | None, list[str], str]:
     """Tokens and loss mask of the conversations that a row becomes, or None with the reason added to `problems`; the
     pieces of its text that the tokenizer has no token for (`UnknownText.find`); and what of the row is left out
     (`chat.left_out`).
@@ -155,7 +222,7 @@ def _tokenize(
     It is one, with all turns, if the tokens through each turn are a prefix of the whole's.
     """
     column = config.messages_key
-    messages, tools = conversation
+    messages, tools = conversation.shown, conversation.tools
     rendered = partial(render, tokenizer, options=config.chat_template_kwargs, tools=tools)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     try:
@@ -190,7 +257,7 @@ def _tokenize(
     # A turn whose thought the whole lacks has it in the text through it.
     pieces = max((unknown.find(text, ids) for text, ids in zip(texts, (whole, *prefixes), strict=True)), key=len)
     missing = left_out(conversation, texts[0], config.chat_template_kwargs)
-    return [(tokens, mask) for tokens, mask in reversed(samples) if any(mask)], pieces, missing
+    return [_Sample(tokens, mask) for tokens, mask in reversed(samples) if any(mask)], pieces, missing
 
 
 def _with_thought(message: dict[str, Any], before: str, through: str) -> str:
@@ -198,7 +265,7 @@ def _with_thought(message: dict[str, Any], before: str, through: str) -> str:
 
     Then it is the text before the message, with the generation prompt, and what a policy that thinks would add to it.
     """
-    content, thought = message.get("content") or "", message.get("reasoning_content") or ""
+    content, thought = text_of(message), message.get("reasoning_content") or ""
     answer = content.rpartition(_END_OF_THOUGHT)[2]
     if not thought and _END_OF_THOUGHT in content:
         thought = content.rpartition(_END_OF_THOUGHT)[0].rpartition(_THOUGHT)[2]

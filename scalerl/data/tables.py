@@ -29,6 +29,8 @@ class FileTable:
     name: str
     content: pa.Table | list[dict[str, Any]]
     first: int
+    # Of the local file, for relative paths in it.
+    directory: Path = Path()
 
     def __len__(self) -> int:
         return len(self.content)
@@ -120,7 +122,7 @@ def read_tables(files: Sequence[DataFile], max_rows: int = -1) -> list[FileTable
         content = _read(file)
         if max_rows != -1:
             content = content[: max_rows - num_rows]
-        tables.append(FileTable(file.name, content, num_rows))
+        tables.append(FileTable(file.name, content, num_rows, Path(file.path).parent))
         num_rows += len(content)
     if not num_rows:
         raise DataError([f"{', '.join(file.name for file in files)}: no rows; give files with at least one row"])

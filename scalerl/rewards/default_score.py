@@ -74,6 +74,7 @@ def _score_gsm8k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any
 @register_reward("lighteval/MATH")
 @register_reward("DigitalLearningGmbH/MATH-lighteval")
 @register_reward("HuggingFaceH4/MATH-500")
+@register_reward("hiyouga/geometry3k")
 def _score_math(solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> dict[str, Any]:
     return math_answer.compute_score(solution_str, ground_truth)
 

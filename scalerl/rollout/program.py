@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -22,6 +22,7 @@ from scalerl.base.user_code import (
     is_users_own,
     place_of,
 )
+from scalerl.data.pictures import cut, expand
 from scalerl.errors import RunError, UserError
 from scalerl.rewards.manager import number_of
 from scalerl.rollout.servers.requests import ABORTED, NO_VERSION, GenerateOutput, SamplingParams
@@ -30,6 +31,7 @@ from scalerl.tracking.timeline import Spans
 if TYPE_CHECKING:
     from scalerl.config.schema import ProgramConfig
     from scalerl.data import PromptRow
+    from scalerl.data.pictures import Picture, PictureProcessor, PictureSource
     from scalerl.models.routing import RoutingShape
     from scalerl.rollout.servers.client import RolloutClient
 
@@ -61,6 +63,7 @@ class Trajectory:
     reward and the sum of the rewards of the episode's turns (`GenerateOutput.reward`, which a program may set).
     extra: values beside the reward, logged as those of a reward function.
     agent: name of the agent that acts in it (`batch.episodes`); one that is alone needs none.
+    pictures: those that stand in its tokens, in order.
     """
 
     uid: int
@@ -73,6 +76,7 @@ class Trajectory:
     # Whether tokens were left out for lack of room.
     is_cut: bool = False
     agent: str = ""
+    pictures: list[Picture] = field(default_factory=list)
 
     @property
     def turns(self) -> list[GenerateOutput]:
@@ -136,9 +140,13 @@ class Trajectory:
     def finished(self) -> bool:
         return bool(self.turns) and all(turn.finished for turn in self.turns)
 
-    def observe(self, token_ids: Sequence[int]) -> None:
-        """Appends tokens that are no part of the loss; those for which there is no room are left out (`is_cut`)."""
-        kept = list(token_ids[: self.room])
+    def observe(self, token_ids: Sequence[int], pictures: Sequence[Picture] = ()) -> None:
+        """Appends tokens that are no part of the loss; those for which there is no room are left out (`is_cut`).
+
+        pictures: those that stand in the tokens (`Tools.encode`).  Raises ValueError for tokens that have others.
+        """
+        kept, shown = cut(token_ids, pictures, self.room)
+        self.pictures += shown
         self.is_cut = self.is_cut or len(kept) < len(token_ids)
         if kept:
             self.parts.append(Observation(kept))
@@ -146,7 +154,7 @@ class Trajectory:
     def branch(self) -> Trajectory:
         """Makes a trajectory that begins with all tokens of this one, and trains none of these again."""
         parts: list[GenerateOutput | Observation] = [Observation(self.token_ids)] if self.parts else []
-        return replace(self, parts=parts, reward=None, extra={})
+        return replace(self, parts=parts, reward=None, extra={}, pictures=list(self.pictures))
 
 
 @dataclass(frozen=True)
@@ -179,16 +187,18 @@ class Ask:
     """One turn that a program asks for. input_ids: the prompt and all after it.  output: the turn as far as it is.
 
     routed_from: position in prompt and response of the first token whose experts no earlier turn has.
+    pictures: those that stand in input_ids.
     """
 
     input_ids: list[int]
     sampling: SamplingParams
     output: GenerateOutput | None = None
     routed_from: int = 0
+    pictures: tuple[Picture, ...] = ()
 
     def is_for_the_same(self, other: Ask) -> bool:
         """Whether another ask has the same input and sampling parameters."""
-        mine, others = ((ask.input_ids, ask.sampling, ask.routed_from) for ask in (self, other))
+        mine, others = ((ask.input_ids, ask.sampling, ask.routed_from, ask.pictures) for ask in (self, other))
         return mine == others
 
 
@@ -206,6 +216,8 @@ class Servers:
     asks: its turns, in the order in which they were asked for. A program that begins again gets its earlier turns from
     here, where it asks for the same; those that are not finished are continued.
     ask_server: asks one of them what is no turn (`Dispatcher.ask`).
+    pictures: those of the row's prompt.  placeholders: tokens that stand for pictures and videos. A trajectory in which
+    the policy has sampled one goes no further: a server would look for its picture.
     """
 
     def __init__(
@@ -221,7 +233,10 @@ class Servers:
         routing: RoutingShape | None = None,
         asks: Sequence[Ask] = (),
         ask_server: AskServer | None = None,
+        pictures: Sequence[Picture] = (),
+        placeholders: Collection[int] = (),
     ) -> None:
+        self.pictures, self.placeholders = list(pictures), frozenset(placeholders)
         self.max_prompt_length, self.ask_server = max_prompt_length, ask_server
         self._make_turn, self.prompt_ids, self.sampling = make_turn, prompt_ids, sampling
         self.uid, self.sample_index, self.seed, self.routing = uid, sample_index, seed, routing
@@ -233,9 +248,12 @@ class Servers:
         # Its part of the run's timeline. A program may add what it does: `with servers.spans("search"):`.
         self.spans = Spans()
 
-    def begin(self, prompt_ids: Sequence[int] | None = None, *, agent: str = "") -> Trajectory:
+    def begin(
+        self, prompt_ids: Sequence[int] | None = None, *, agent: str = "", pictures: Sequence[Picture] = ()
+    ) -> Trajectory:
         """Makes a trajectory that has a prompt alone: the row's, or another one, as of a sub-agent.
 
+        pictures: those that stand in another one (`Tools.encode`).
         Raises ValueError for an empty prompt, or one over data.max_prompt_length.
         """
         ids = self.prompt_ids if prompt_ids is None else list(prompt_ids)
@@ -244,7 +262,8 @@ class Servers:
                 f"servers.begin: a prompt of {len(ids)} tokens; it must have 1 to "
                 f"data.max_prompt_length={self.max_prompt_length}"
             )
-        return Trajectory(self.uid, self.sample_index, ids, self.sampling.max_new_tokens, agent=agent)
+        shown = list(self.pictures if prompt_ids is None else pictures)
+        return Trajectory(self.uid, self.sample_index, ids, self.sampling.max_new_tokens, agent=agent, pictures=shown)
 
     async def generate(
         self,
@@ -272,7 +291,9 @@ class Servers:
             sampling = replace(sampling, stop_token_ids=tuple(stop_token_ids))
         # One list object for all samples of a group that begin, which compares as equal at once.
         context = trajectory.prompt_ids + trajectory.token_ids if trajectory.parts else trajectory.prompt_ids
-        ask = Ask(context, sampling, routed_from=trajectory.num_routed)
+        # A turn without room reaches no server.
+        pictures = tuple(trajectory.pictures) if room > 0 else ()
+        ask = Ask(context, sampling, routed_from=trajectory.num_routed, pictures=pictures)
         number = len(self.asks)
         self.asks.append(ask)
         before = next((place for place, other in enumerate(self._before) if other.is_for_the_same(ask)), None)
@@ -285,7 +306,13 @@ class Servers:
                 ask.output = await self._make_turn(self, number, ask)
             self._record(number, ask.output, began_s)
         trajectory.parts.append(ask.output)
+        if self.says_placeholder(ask.output):
+            trajectory.max_tokens = trajectory.num_tokens
         return ask.output
+
+    def says_placeholder(self, output: GenerateOutput) -> bool:
+        """Whether the policy has sampled a token that stands for a picture."""
+        return not self.placeholders.isdisjoint(output.output_ids)
 
     def _record(self, number: int, turn: GenerateOutput, began_s: float) -> None:
         """Records when a turn waited for a server, and when that made it."""
@@ -323,14 +350,26 @@ class Tools:
     """The tools that a program has beside the servers.
 
     tokenizer: the policy's.  seed: this sample's, for random choices of the program itself.
+    processor: of the policy's pictures; None: it takes none.
     """
 
     tokenizer: Any
     seed: int
+    processor: PictureProcessor | None = None
 
-    def encode(self, text: str) -> list[int]:
-        """Encodes text without special tokens, except those that the text names."""
-        return self.tokenizer.encode(text, add_special_tokens=False)
+    def encode(self, text: str, pictures: Sequence[Picture] = ()) -> list[int]:
+        """Encodes text without special tokens, except those that the text names.
+
+        pictures: for the placeholders that the text names, in order, each of which becomes as many as it takes.
+        """
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return expand(ids, pictures[0].token_id, [picture.num_tokens for picture in pictures]) if pictures else ids
+
+    async def picture(self, image: PictureSource) -> Picture:
+        """Decodes a picture, the content of a file or its path.  Raises PictureError for one that cannot be read."""
+        if self.processor is None:
+            raise ValueError("tools.picture: the policy takes no pictures; give a model with a vision tower")
+        return await asyncio.to_thread(self.processor.read, image)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decodes tokens to text without special tokens."""
@@ -424,6 +463,8 @@ def _wrong(returned: Trajectory, servers: Servers) -> str | None:
     limit = servers.sampling.max_new_tokens
     if returned.num_tokens > limit:
         return f"returned {returned.num_tokens} tokens, at most {limit} fit; add tokens by trajectory.observe"
+    if servers.placeholders and (wrong := _wrong_pictures(returned, servers)):
+        return wrong
     reward = returned.reward
     if reward is not None and number_of(reward) is None:
         return f"set the reward {reward!r:.80}; set a finite number, or None for the reward function's"
@@ -431,3 +472,15 @@ def _wrong(returned: Trajectory, servers: Servers) -> str | None:
         if number_of(turn.reward) is None:
             return f"set the reward {turn.reward!r:.80} of turn {number}; set a finite number"
     return None
+
+
+def _wrong_pictures(returned: Trajectory, servers: Servers) -> str | None:
+    observed = [token for part in returned.parts if isinstance(part, Observation) for token in part.output_ids]
+    found = sum(token in servers.placeholders for token in (*returned.prompt_ids, *observed))
+    expected = sum(picture.num_tokens for picture in returned.pictures)
+    if found == expected:
+        return None
+    return (
+        f"returned {found} placeholders for pictures of {expected}; give pictures with the tokens in which they stand: "
+        "tools.encode(text, pictures), trajectory.observe(ids, pictures)"
+    )

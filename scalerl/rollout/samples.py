@@ -27,6 +27,7 @@ from scalerl.rollout.servers.requests import (
 
 if TYPE_CHECKING:
     from scalerl.data import PromptRow
+    from scalerl.data.pictures import Picture, PictureProcessor
     from scalerl.models.routing import RoutingShape
     from scalerl.rollout.servers.recovery import Replacements
 
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class SampleRequest:
     """One sample of a group. seed: fixes what it draws on the embedded engine.  asks: the turns of an interrupted
-    program (`Servers.asks`); () begins anew.  routing, max_prompt_length: as `Servers`."""
+    program (`Servers.asks`); () begins anew.  routing, max_prompt_length: as `Servers`.  pictures: come with those of
+    the prompt, which the samples of a group share; None: it has none."""
 
     uid: int
     sample_index: int
@@ -44,6 +46,7 @@ class SampleRequest:
     asks: Sequence[Ask] = ()
     routing: RoutingShape | None = None
     max_prompt_length: int | None = None
+    pictures: asyncio.Future[list[Picture]] | None = None
 
 
 async def make_samples(
@@ -56,6 +59,7 @@ async def make_samples(
     config: ProgramConfig | None = None,
     stop_when: Callable[[], bool] | None = None,
     replacements: Replacements | None = None,
+    processor: PictureProcessor | None = None,
 ) -> dict[tuple[int, int], list[Ask]]:
     """Makes the samples. Returns (uid, sample_index) -> the turns so far of each unfinished one; {} unless stopped.
 
@@ -63,6 +67,7 @@ async def make_samples(
     config: limits of the program; None: the defaults.
     stop_when: as `Dispatcher.stop_when`; programs are cancelled then.
     replacements: as `Dispatcher`'s. A paused turn is continued under the weights that follow.
+    processor: of the policy's pictures; None: it takes none.
 
     A program never has to ask again: turns come whole, despite lost servers and pauses. Raises what a program
     raises, as `run_program`, and what `Dispatcher.run` raises; nothing is left running then.
@@ -82,6 +87,7 @@ async def make_samples(
             max_prompt_length=request.max_prompt_length,
             asks=request.asks,
             ask_server=dispatcher.ask,
+            placeholders=() if processor is None else processor.placeholders,
         )
         for request in requests
     ]
@@ -91,9 +97,11 @@ async def make_samples(
     unfinished: set[Servers] = set(samples)
 
     async def make(request: SampleRequest, servers: Servers) -> None:
-        tools = Tools(tokenizer, request.seed)
+        tools = Tools(tokenizer, request.seed, processor)
         try:
             async with at_a_time:
+                if request.pictures is not None:
+                    servers.pictures = await request.pictures
                 sample = await attempt_program(program, request.prompt, servers, tools, config)
             on_sample(sample)
             unfinished.remove(servers)
@@ -224,6 +232,7 @@ def _request(request_id: str, together: Sequence[_Waiting]) -> GenerateRequest:
         home=tuple(first.sample.prompt_ids),
         routing=first.sample.routing,
         routed_from=first.ask.routed_from,
+        pictures=first.ask.pictures,
     )
     before = [waiting.ask.output or GenerateOutput("", 0, [], [], ABORTED, NO_VERSION) for waiting in together]
     if not any(output.output_ids for output in before):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from scalerl.base.user_code import UserCodeError, cause_of, file_of, place_of
 from scalerl.config.schema import ProgramConfig
+from scalerl.data.pictures import with_image_urls
 from scalerl.errors import RunError, UserError
 from scalerl.rollout.gateway.session import Parsers, RequestError, Session
 from scalerl.rollout.gateway.template import ChatTemplate, Message, arguments_of
@@ -57,7 +58,7 @@ def as_program(config: ProgramConfig, parsers: Parsers, options: Mapping[str, An
 
     async def tool_agent(prompt: PromptRow, servers: Servers, own: Tools) -> Trajectory:
         if id(own.tokenizer) not in templates:
-            templates[id(own.tokenizer)] = ChatTemplate(own.tokenizer, options)
+            templates[id(own.tokenizer)] = ChatTemplate(own.tokenizer, options, own.processor)
         session = Session(servers, templates[id(own.tokenizer)], parsers)
         counts = Counts()
         interaction = await _Interaction.begun(interactions, prompt)
@@ -82,7 +83,7 @@ async def _conversation(
 ) -> None:
     """Lets the policy answer until it calls no tool and nobody answers, or a limit is reached."""
     schemas = [schema_of(tool) for tool in tools.values()] or None
-    messages, num_users = list(prompt.messages), 0
+    messages, num_users = with_image_urls(prompt.messages, prompt.images), 0
     while True:
         try:
             turn = await session.answer(messages, schemas)

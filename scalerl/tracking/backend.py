@@ -37,7 +37,7 @@ class Backend(Protocol):
         """Records a file, or a directory with its whole content."""
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        """Records a table of texts and numbers."""
+        """Records a table of texts and numbers; where it has the attribute `shows_images`, of images too, as bytes."""
 
     def finish(self, status: str) -> None:
         """Ends the recording; the last call.  status: one of STATUSES."""

@@ -5,6 +5,7 @@ While a server does not answer, its records wait in a spool on disk.
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import time
@@ -45,6 +46,8 @@ class MlflowBackend:
     Raises RuntimeError naming the tracking uri, the cause and what to do when the run cannot be opened. Continuing a
     run works even while the server does not answer: the records go to the spool.
     """
+
+    shows_images = True
 
     def __init__(self, run: RunInfo) -> None:
         self.tracking_uri = run.mlflow_tracking_uri or sqlite_uri(run.run_dir.resolve() / "mlflow.db")
@@ -102,11 +105,21 @@ class MlflowBackend:
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
         """Records a table as artifact {name}/step_{step}.json, in the form that MLflow shows as a table.
 
-        The form is {"columns": [...], "data": [[...], ...]}.
+        The form is {"columns": [...], "data": [[...], ...]}. An image is a file beside it.
         """
-        table = {"columns": list(columns), "data": [list(row) for row in rows]}
-        table = json.loads(json.dumps(table, default=str))
-        self._submit({"kind": "table", "file": f"{metric_name(name)}/step_{step}.json", "table": table})
+        folder, images = metric_name(name), dict[str, str]()
+
+        def cell(value: Any, row: int, column: int) -> Any:
+            if not isinstance(value, bytes):
+                return value
+            file = f"{folder}/images/step_{step}_{row}_{column}.png"
+            images[file] = base64.b64encode(value).decode()
+            return {"type": "image", "filepath": file, "compressed_filepath": file}
+
+        data = [[cell(value, row, column) for column, value in enumerate(cells)] for row, cells in enumerate(rows)]
+        table = json.loads(json.dumps({"columns": list(columns), "data": data}, default=str))
+        record = {"kind": "table", "file": f"{folder}/step_{step}.json", "table": table}
+        self._submit(record | ({"images": images} if images else {}))
 
     def tag(self, name: str, value: str) -> None:
         """Sets a tag of the run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import logging
@@ -109,6 +110,8 @@ def send(client: MlflowClient, run_id: str, record: Record) -> None:
         else:
             client.log_artifact(run_id, str(path))
     elif record["kind"] == "table":
+        for file, content in record.get("images", {}).items():
+            _send_file(client, run_id, file, base64.b64decode(content))
         client.log_dict(run_id, record["table"], record["file"])
         _list_table(client, run_id, record["file"])
     elif record["kind"] == "tag":
@@ -118,6 +121,14 @@ def send(client: MlflowClient, run_id: str, record: Record) -> None:
     # Opens the run again for the process that recorded it, whose end is a later record.
     elif record["kind"] != "resume":
         raise ValueError(f"record of unknown kind {record['kind']!r}")
+
+
+def _send_file(client: MlflowClient, run_id: str, file: str, content: bytes) -> None:
+    """Sends an artifact.  file: its path in the run."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, Path(file).name)
+        path.write_bytes(content)
+        client.log_artifact(run_id, str(path), str(Path(file).parent))
 
 
 def _list_table(client: MlflowClient, run_id: str, file: str) -> None:

@@ -135,9 +135,13 @@ class Tracking:
         self._each(lambda each: each.log_artifact(Path(path)))
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        """Logs a table of texts and numbers; the only call that gives prompts and responses to a backend."""
+        """Logs a table of texts, numbers and images, which are bytes; the only call that gives prompts and responses to
+        a backend."""
         columns, rows = list(columns), [list(row) for row in rows]
-        self._each(lambda each: each.log_table(name, columns, rows, step))
+        plain = [["<image>" if isinstance(cell, bytes) else cell for cell in row] for row in rows]
+        self._each(
+            lambda each: each.log_table(name, columns, rows if getattr(each, "shows_images", False) else plain, step)
+        )
 
     @property
     def has_timeline(self) -> bool:

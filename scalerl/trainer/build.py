@@ -98,7 +98,14 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, host: RunHost) -> Iterator[Run]:
         )
         # New ranks need the memory of a GPU that they share while they build their models.
         lease.add(servers, waits_for_restart=not shares_gpus(cfg, inputs.device))
-        rollout = HybridRollout(cfg, servers, {"train": inputs.train, "val": inputs.val}, inputs.tokenizer, judge=judge)
+        rollout = HybridRollout(
+            cfg,
+            servers,
+            {"train": inputs.train, "val": inputs.val},
+            inputs.tokenizer,
+            judge=judge,
+            processor=inputs.processor,
+        )
         lease.add(rollout)
         starts = {"servers": servers.start, "models": lambda: build_models(cfg, inputs, groups, phases)}
         for started in start_order(cfg, inputs.device):

@@ -48,9 +48,13 @@ def dump_step(
 
 
 def generations_table(
-    samples: Mapping[str, np.ndarray], texts: Sequence[tuple[str, str, str]]
+    samples: Mapping[str, np.ndarray],
+    texts: Sequence[tuple[str, str, str]],
+    images: Sequence[Sequence[bytes]] = (),
 ) -> tuple[list[str], list[list[Any]]]:
     """Makes the column names and rows of a table of the first samples.  texts: their prompt, response, ground truth.
+
+    images: of their prompts, which have columns if there are any.
 
     Each value that the reward function returned beside the score has a column, "" for samples without it.
     The name of an agent follows its data source, as in the metrics of a validation.
@@ -64,7 +68,13 @@ def generations_table(
         for row, (text, extra) in enumerate(zip(texts, extras, strict=True))
     ]
     columns = ["prompt", "response", "ground_truth", "score", "data_source"]
-    return [*columns, *(f"extra/{name}" if name in columns else name for name in names)], table
+    columns += [f"extra/{name}" if name in columns else name for name in names]
+    for number in range(max(map(len, images), default=0)):
+        columns.append(f"image/{number}")
+        table = [
+            [*cells, shown[number] if number < len(shown) else ""] for cells, shown in zip(table, images, strict=True)
+        ]
+    return columns, table
 
 
 def worst_rows(

@@ -222,7 +222,8 @@ def validate(run: Run) -> dict[str, float]:
     if num_rows := min(trainer.log_val_generations, len(samples)):
         rows, with_special = range(num_rows), trainer.log_val_special_tokens
         texts = run.rollout.texts(samples, rows, "val", with_special_tokens=with_special)
-        run.tracker.log_table("val/generations", *generations_table(columns, texts), step=run.step)
+        images = run.rollout.val_images(columns["prompt_uid"][:num_rows].tolist())
+        run.tracker.log_table("val/generations", *generations_table(columns, texts, images), step=run.step)
     run.rollout.drop(samples)
     scored = episodes.columns(columns)
     counts_failed = run.config.reward_model.on_error == "zero" or scored["reward_failed"].any()

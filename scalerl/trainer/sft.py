@@ -11,6 +11,8 @@ import ray
 
 from scalerl.base.stop import StopRequest
 from scalerl.batch import SizeKeys, packing_metrics, plan_step
+from scalerl.batch.columns import PICTURE_PATCHES
+from scalerl.batch.turns import column_of
 from scalerl.cluster.batch import ShardedBatch
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config import SFTConfig, total_steps, world_size
@@ -101,16 +103,18 @@ def place(run: SFTRun, dataset: SFTDataset, rows: Sequence[int]) -> ShardedBatch
     """Assigns the rows, as one mini-batch, to the data-parallel ranks, which hold the data set themselves."""
     picked = [dataset[row] for row in rows]
     num_tokens_S = np.array([len(row.input_ids) for row in picked])
+    patches_S = [row.picture_patches for row in picked]
     plan = plan_step(
         num_tokens_S,
         mini_batches=[range(len(picked))],
-        workload_S=run.mfu_basis.flops.forward_each(num_tokens_S),
+        workload_S=run.mfu_basis.flops.forward_each(num_tokens_S, patches_S),
         name_of=lambda place: f"row {rows[place]}",
         keys=SizeKeys("data.max_tokens_per_micro_batch", "data.train_batch_size"),
         **vars(run.packing),
     )
     samples = {
         "row": np.array(rows),
+        PICTURE_PATCHES.name: column_of(patches_S),
         "num_tokens": num_tokens_S,
         "num_loss_tokens": np.array([sum(row.loss_mask) for row in picked]),
     }
@@ -129,7 +133,9 @@ def throughput(run: SFTRun, batch: ShardedBatch, timing_s: dict[str, float]) -> 
         "perf/throughput": num_tokens / (timing_s["step"] * mfu_basis.num_devices),
     }
     metrics |= packing_metrics(batch.samples["num_tokens"], batch.plan)
-    train_flops = mfu_basis.flops.train(batch.samples["num_tokens"].tolist())
+    train_flops = mfu_basis.flops.train(
+        batch.samples["num_tokens"].tolist(), batch.samples[PICTURE_PATCHES.name].tolist()
+    )
     utilization = mfu(train_flops, timing_s["update"], mfu_basis.num_devices, mfu_basis.peak)
     return metrics | ({} if utilization is None else {"train/mfu": utilization, "perf/mfu/actor": utilization})
 

@@ -20,7 +20,9 @@ LAYERS = [
     {"base"},
     {"config", "configs", "tracking"},
     # checkpoint is files: an engine of parallel writes them, merge reads them.
-    {"algorithms", "batch", "checkpoint", "data", "models", "rewards"},
+    {"algorithms", "batch", "checkpoint", "models", "rewards"},
+    # What a model sees of a row's pictures is in its files, and goes into a batch.
+    {"data"},
     {"parallel", "merge"},
     # The cluster's groups of workers have the layouts of parallel.
     {"cluster"},
@@ -219,15 +221,15 @@ def test_the_page_has_the_layers_of_this_test():
         (
             "parallel",
             "from scalerl.rollout.servers.client import RolloutClient",
-            "parallel (layer 4) imports rollout (layer 6)",
+            "parallel (layer 5) imports rollout (layer 7)",
         ),
-        ("config", "from scalerl import trainer", "config (layer 2) imports trainer (layer 7)"),
-        ("data", "def f():\n    import scalerl.parallel.engine", "data (layer 3) imports parallel (layer 4)"),
+        ("config", "from scalerl import trainer", "config (layer 2) imports trainer (layer 8)"),
+        ("data", "def f():\n    import scalerl.parallel.engine", "data (layer 4) imports parallel (layer 5)"),
         ("trainer", "from megatron.core import tensor_parallel", "megatron is imported in"),
         ("trainer", "import importlib\nimportlib.import_module('sglang.srt')", "sglang is imported in"),
         ("rollout", "from .sync import plan", "relative import of .sync.plan"),
-        ("trainer", "from scalerl.extras.plan import check", "trainer (layer 7) imports extras (layer 9)"),
-        ("cli", "from scalerl.extras.plan import check", "cli (layer 10) imports extras (layer 9)"),
+        ("trainer", "from scalerl.extras.plan import check", "trainer (layer 8) imports extras (layer 10)"),
+        ("cli", "from scalerl.extras.plan import check", "cli (layer 11) imports extras (layer 10)"),
         ("utils", "", "utils has no place in the map"),
         ("models", "from scalerl.config import schema\nimport megatron", "models needs megatron"),
     ],

@@ -33,7 +33,7 @@ def wheel(directory: Path, name: str) -> None:
 def project(tmp_path: Path) -> Path:
     """The Makefile in a directory of its own, with this Python and requirements that are none."""
     (tmp_path / "requirements").mkdir()
-    for name in ("cpu.txt", "cpu-nodeps.txt", "megatron.txt"):
+    for name in ("cpu.txt", "cpu-nodeps.txt", "megatron.txt", "cpu-torchvision.txt"):
         (tmp_path / "requirements" / name).touch()
     for name in ("Makefile", "requirements/install.py"):
         (tmp_path / name).write_text((ROOT / name).read_text())

@@ -30,6 +30,14 @@ class ChatConfig(FilesConfig):
     # Column with the function schemas of a row, which may be missing: a list, or JSON text of one. A row without any
     # has chat_template_kwargs.tools.
     tools_key: str = key("tools", TEXT)
+    # Column with a list of images, which may be missing; the messages have <image> for each.
+    image_key: str = key("images", TEXT)
+    # Column with a list of videos, which may be missing. Rows with videos are refused.
+    video_key: str = key("videos", TEXT)
+    # Smaller images are enlarged to so many pixels; null: the model's own limit (preprocessor_config.json).
+    min_pixels: int | None = key(None, or_null(at_least(1)))
+    # Larger images are made smaller, to so many pixels; null: the model's own limit.
+    max_pixels: int | None = key(None, or_null(at_least(1)))
     # Jinja file with a chat template; null: the one in the model's directory. A run's checkpoints have it, and so the
     # models that are merged from them.
     chat_template_path: str | None = key(None, or_null(TEXT))
@@ -88,9 +96,6 @@ class DataConfig(TrainingDataConfig):
     filter_overlong_prompts: bool = False
     # Processes that tokenize the prompts of a file beyond its first 1024; 1: this process alone.
     filter_overlong_prompts_workers: int = key(1, at_least(1))
-    # Column with a list of images, which may be missing. Prompts with images are refused: no supported model family
-    # takes images.
-    image_key: str = key("images", TEXT)
     custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
 
     @check("gen_batch_size", "train_batch_size")

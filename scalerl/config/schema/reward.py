@@ -26,6 +26,8 @@ class CustomRewardFunctionConfig:
     weights: dict[str, Any] = key({}, WEIGHTS)
     # Keyword arguments for every call of every function.
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    # Give the functions the row's images, as bytes or paths, in extra_info["images"].
+    with_images: bool = False
 
 
 @dataclass

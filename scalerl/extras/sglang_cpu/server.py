@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
+from scalerl.errors import UserError
 from scalerl.extras.sglang_cpu.plugin import ATTENTION_BACKEND, PLUGIN
 from scalerl.models import Family, family_named, read_config
 from scalerl.models.shape import max_positions, rope_entries
+from scalerl.models.vision import vision_config
 from scalerl.rollout.servers.engines import Launch
 
+# Where the stand-in of torchvision looks for its wheel.
+TORCHVISION = Path(sys.prefix, "optional", "torchvision")
 STAND_INS = str(Path(__file__).resolve().parent / "stand_ins")
 # Share of the machine's memory for weights and KV cache, an upper bound; max_total_tokens limits the cache in practice.
 MEM_FRACTION_STATIC = 0.5
@@ -28,6 +33,11 @@ def import_environment() -> dict[str, str]:
 def on_cpu(launch: Launch, context_length: int) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
     """The arguments of a server, its environment variables, and changes of the model's config.json."""
     config = launch.config
+    if vision_config(_config_and_family(launch.model_path)[0]) is not None and not TORCHVISION.is_dir():
+        raise UserError(
+            f"{launch.model_path} takes images, for which SGLang on a CPU needs torchvision in {TORCHVISION}: "
+            f"make setup, or pip install --no-deps --target {TORCHVISION} -r requirements/cpu-torchvision.txt"
+        )
     tp_size = config.tensor_model_parallel_size
     arguments = {
         "device": "cpu",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from scalerl.base.user_code import forget_files
-from scalerl.batch.columns import ROUTED_EXPERTS, TRAJECTORY_INDEX, TURN_LENGTHS, TURN_REWARDS
+from scalerl.batch.columns import PICTURE_PATCHES, ROUTED_EXPERTS, TRAJECTORY_INDEX, TURN_LENGTHS, TURN_REWARDS
 from scalerl.checkpoint.store import check_checkpoint, read_trainer_state
 from scalerl.config import PPOConfig, compose, num_devices, trained_layout
 from scalerl.config.save import RESOLVED_CONFIG
@@ -191,6 +191,8 @@ def read_dump(path: Path) -> tuple[DataProto, dict[str, np.ndarray]]:
     from scalerl.batch.turns import column_of
 
     dump = pq.read_table(path)
+    if PICTURE_PATCHES.name in dump.column_names and any(dump[PICTURE_PATCHES.name].to_pylist()):
+        raise UserError(f"{path}: its samples have pictures, which are not in a dump; their step cannot be replayed")
     missing = [name for name in _NEEDED if name not in dump.column_names]
     if missing:
         raise UserError(

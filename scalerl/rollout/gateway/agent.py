@@ -54,7 +54,7 @@ def program_of(call: Call, name: str, parsers: Parsers, options: Mapping[str, An
     async def program(prompt: PromptRow, servers: Servers, tools: Tools) -> list[Trajectory]:
         tokenizer = tools.tokenizer
         if id(tokenizer) not in templates:
-            templates[id(tokenizer)] = ChatTemplate(tokenizer, options)
+            templates[id(tokenizer)] = ChatTemplate(tokenizer, options, tools.processor)
         session = Session(servers, templates[id(tokenizer)], parsers)
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

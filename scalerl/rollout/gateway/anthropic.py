@@ -20,7 +20,7 @@ def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     """A request for a message as one for a chat completion, whose checks are then the same.
 
     A field that both dialects have keeps its name, so that a refusal names what the client sent.
-    Raises RequestError for what text has no counterpart of: images, documents, tools of a provider, a begun answer.
+    Raises RequestError for what it has no counterpart of: documents, tools of a provider, a begun answer.
     """
     chat = {name: value for name, value in body.items() if name not in _WITHOUT_EFFECT | _CONVERTED}
     system = [{"role": "system", "content": body["system"]}] if body.get("system") else []
@@ -66,10 +66,10 @@ def _questions(role: str, blocks: Sequence[Mapping[str, Any]]) -> Iterator[Messa
     """Results of tools are messages, and the texts between them, in their order."""
     for is_result, group in groupby(blocks, lambda block: block.get("type") == "tool_result"):
         if not is_result:
-            yield {"role": role, "content": _text(group)}
+            yield {"role": role, "content": _content(group)}
             continue
         for block in group:
-            content = _text(_blocks(block.get("content") or ""))
+            content = _content(_blocks(block.get("content") or ""))
             yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
 
 
@@ -97,6 +97,24 @@ def _blocks(content: Any) -> list[dict[str, Any]]:
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
         raise RequestError(f"a content is {content!r:.80}; it must be a text or a list of blocks", param="messages")
     return content
+
+
+def _content(blocks: Iterable[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
+    """Text, or with images parts."""
+    blocks = list(blocks)
+    if not any(block.get("type") == "image" for block in blocks):
+        return _text(blocks)
+    return [
+        _image(block) if block.get("type") == "image" else {"type": "text", "text": _text([block])} for block in blocks
+    ]
+
+
+def _image(block: Mapping[str, Any]) -> dict[str, Any]:
+    source = block.get("source")
+    if not isinstance(source, dict) or source.get("type") != "base64":
+        raise RequestError("an image must have a source of type base64", param="messages")
+    url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _text(blocks: Iterable[Mapping[str, Any]]) -> str:

@@ -10,13 +10,14 @@ import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scalerl.base.user_code import UserCodeError
 from scalerl.config.schema import ProgramConfig
+from scalerl.data.pictures import with_image_urls
 from scalerl.rewards.sandbox import PORT, SandboxedCommand, SandboxLimits, SandboxResult
 from scalerl.rollout.gateway.agent import MAX_THREADS, program_of
 from scalerl.rollout.gateway.server import Gateway
@@ -138,7 +139,8 @@ def _environment(key: str) -> dict[str, str]:
 
 def _row_text(row: PromptRow) -> str:
     names = ("uid", "data_source", "messages", "tools", "ground_truth", "extra_info")
-    return json.dumps({name: value for name, value in asdict(row).items() if name in names}, default=str) + "\n"
+    values = {name: getattr(row, name) for name in names} | {"messages": with_image_urls(row.messages, row.images)}
+    return json.dumps(values, default=str) + "\n"
 
 
 def _seen(command: list[str], config: ProgramConfig) -> Iterator[str]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from scalerl.data.pictures import Picture
 from scalerl.rewards.manager import number_of
-from scalerl.rollout.gateway.template import ChatTemplate, Message, TemplateError, is_same
+from scalerl.rollout.gateway.template import ChatTemplate, Message, TemplateError, images_of, is_same
 from scalerl.rollout.program import Observation, Servers, Trajectory
 from scalerl.rollout.servers.requests import GenerateOutput
 
@@ -39,6 +41,7 @@ class Turn:
 
     messages: the conversation with the answer.  tools: that were shown.  prompt_ids: of the conversation's beginning.
     observed: tokens between the turn before and this one.  is_branch: the turn before had been continued already.
+    pictures: those in observed, or in prompt_ids of a first turn.
     matched_stop: the text that ended the answer, which the answer is without.  agent: name of whose turn it is.
     """
 
@@ -51,6 +54,7 @@ class Turn:
     is_branch: bool = False
     matched_stop: str = ""
     agent: str = ""
+    pictures: list[Picture] = field(default_factory=list)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
@@ -89,6 +93,8 @@ class Session:
     extra: dict[str, Any] = field(default_factory=dict)
     # Name of an agent -> the score of that agent, and other values.
     of_agents: dict[str, tuple[float, dict[str, Any]]] = field(default_factory=dict)
+    # By URL.
+    pictures: dict[str, Picture] = field(default_factory=dict)
 
     async def answer(
         self,
@@ -104,9 +110,14 @@ class Session:
         Raises RequestError for messages that cannot be rendered, or have no room.
         """
         try:
+            await self._look_at(messages)
             parent = self._known(messages, tools, agent)
+            if parent is not None and any(map(self.servers.says_placeholder, (turn.output for turn in parent.path))):
+                raise self._too_long(parent.num_tokens_before + len(parent.output.output_ids))
             is_branch = parent is not None and self._has_child(parent)
-            trajectory, observed = self._begun(parent, messages, tools, is_branch)
+            new = messages if parent is None else messages[len(parent.messages) :]
+            pictures = [self.pictures[url] for url in images_of(new)]
+            trajectory, observed = self._begun(parent, messages, tools, is_branch, pictures)
         except TemplateError as error:
             raise RequestError(str(error), param="messages") from error
         if trajectory.is_cut or trajectory.room < 1:
@@ -114,7 +125,13 @@ class Session:
         output = await self.servers.generate(trajectory, max_new_tokens=max_tokens, stop=stop)
         message, matched = await self._message(output, tools, stop or ())
         conversation, prompt_ids = [*messages, message], trajectory.prompt_ids
-        return Turn(conversation, tools, parent, prompt_ids, observed, output, is_branch, matched, agent)
+        return Turn(conversation, tools, parent, prompt_ids, observed, output, is_branch, matched, agent, pictures)
+
+    async def _look_at(self, messages: list[Message]) -> None:
+        """Decodes the images that the session does not know yet, each in a thread."""
+        new = [url for url in dict.fromkeys(images_of(messages)) if url not in self.pictures]
+        made = await asyncio.gather(*(asyncio.to_thread(self.template.picture, url) for url in new))
+        self.pictures |= dict(zip(new, made, strict=True))
 
     def _known(self, messages: list[Message], tools: list[dict[str, Any]] | None, agent: str) -> Turn | None:
         """The last turn of the agent's longest conversation that the messages continue."""
@@ -135,22 +152,23 @@ class Session:
         messages: list[Message],
         tools: list[dict[str, Any]] | None,
         is_branch: bool,
+        pictures: list[Picture],
     ) -> tuple[Trajectory, list[int]]:
-        """The trajectory up to the next turn, and the tokens that are new in it."""
+        """The trajectory up to the next turn, and the tokens that are new in it.  pictures: of the new messages."""
         if parent is None:
-            prompt_ids = self.template.prompt(messages, tools)
+            prompt_ids = self.template.prompt(messages, tools, pictures)
             try:
-                return self.servers.begin(prompt_ids), []
+                return self.servers.begin(prompt_ids, pictures=pictures), []
             except ValueError as error:
                 raise self._too_long(len(prompt_ids)) from error
         answer, new = parent.messages[-1], messages[len(parent.messages) :]
-        observed = self.template.continuation(parent.output, answer.get("tool_calls") or [], new, tools)
-        trajectory = self.servers.begin(parent.prompt_ids)
+        observed = self.template.continuation(parent.output, answer.get("tool_calls") or [], new, tools, pictures)
+        trajectory = self.servers.begin(parent.prompt_ids, pictures=_pictures(parent.path))
         # The first turn of a branch asks for all that is known of the tokens before it, and those after it go on there.
         path = parent.path
         own = len(path) if is_branch else max((at for at, turn in enumerate(path) if turn.is_branch), default=0)
         trajectory.parts = _parts(path, set(map(id, path[:own])))
-        trajectory.observe(observed)
+        trajectory.observe(observed, pictures)
         return trajectory, observed
 
     def _has_child(self, turn: Turn) -> bool:
@@ -217,7 +235,7 @@ class Session:
         for leaf in self.turns:
             if self._has_child(leaf):
                 continue
-            trajectory = self.servers.begin(leaf.prompt_ids, agent=leaf.agent)
+            trajectory = self.servers.begin(leaf.prompt_ids, agent=leaf.agent, pictures=_pictures(leaf.path))
             trajectory.parts = _parts(leaf.path, trained)
             trained.update(map(id, leaf.path))
             made.append(trajectory)
@@ -225,6 +243,11 @@ class Session:
             reward, extra = self.of_agents.get(agent, (self.reward, {}))
             last.reward, last.extra = reward, self.extra | extra
         return made
+
+
+def _pictures(path: Sequence[Turn]) -> list[Picture]:
+    """The pictures of a conversation."""
+    return [picture for turn in path for picture in turn.pictures]
 
 
 def _parts(path: Sequence[Turn], trained: set[int]) -> list[GenerateOutput | Observation]:

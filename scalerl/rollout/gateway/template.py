@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from scalerl.data.chat import SpecialTokens, encode, render
+from scalerl.data.pictures import Picture, expand, source_of_url
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from scalerl.data.pictures import PictureProcessor
     from scalerl.rollout.servers.requests import GenerateOutput
 
 Message = dict[str, Any]
@@ -30,21 +32,37 @@ class TemplateError(ValueError):
 
 
 class ChatTemplate:
-    """A tokenizer's chat template.  options: data.chat_template_kwargs.
+    """A tokenizer's chat template.  options: data.chat_template_kwargs.  processor: of images; None: there are none.
 
     Raises TemplateError where the template writes an answer in another way once a question follows it.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> None:
-        self.tokenizer, self.options = tokenizer, options
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: Mapping[str, Any] | None = None,
+        processor: PictureProcessor | None = None,
+    ) -> None:
+        self.tokenizer, self.options, self.processor = tokenizer, options, processor
         self._special_tokens = SpecialTokens(tokenizer)
         # What ends an answer: the token that the policy samples, and what the template adds to it.
         self.end, _ = self._after_answer([], [{"role": "user", "content": "?"}], None)
         self._end_ids = self._encoded(self.end)
 
-    def prompt(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> list[int]:
-        """The tokens of a conversation that begins."""
-        return self._encoded(self._rendered(messages, tools, add_generation_prompt=True))
+    def prompt(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, pictures: Sequence[Picture] = ()
+    ) -> list[int]:
+        """The tokens of a conversation that begins.  pictures: of `images_of` the messages."""
+        return _expanded(self._encoded(self._rendered(messages, tools, add_generation_prompt=True)), pictures)
+
+    def picture(self, url: str) -> Picture:
+        """Decodes an image of a message.  Raises TemplateError for one that cannot be shown."""
+        if self.processor is None:
+            raise TemplateError("a part of type 'image_url': the policy takes no images")
+        try:
+            return self.processor.read(source_of_url(url))
+        except ValueError as error:
+            raise TemplateError(f"an image: {error}") from error
 
     def ends(self, output: GenerateOutput) -> bool:
         """Whether the last token of a turn is the token that ends an answer."""
@@ -66,10 +84,12 @@ class ChatTemplate:
         calls: Sequence[Message],
         new: Sequence[Message],
         tools: list[dict[str, Any]] | None,
+        pictures: Sequence[Picture] = (),
     ) -> list[int]:
         """The tokens between a turn of the policy and its next one.
 
-        output: the turn.  calls: the tool calls of its message.  new: the messages that follow.
+        output: the turn.  calls: the tool calls of its message.  new: the messages that follow.  pictures: of
+        `images_of` them.
         """
         try:
             _, text = self._after_answer(calls, new, tools)
@@ -77,7 +97,7 @@ class ChatTemplate:
             # There are templates that write an answer's calls in place of its content.
             _, text = self._after_answer([], new, tools)
         end = self._encoded(self.end)
-        return [*(end[1:] if self.ends(output) else end), *self._encoded(text)]
+        return _expanded([*(end[1:] if self.ends(output) else end), *self._encoded(text)], pictures)
 
     def _after_answer(
         self, calls: Sequence[Message], new: Sequence[Message], tools: list[dict[str, Any]] | None
@@ -107,15 +127,50 @@ class ChatTemplate:
         # An answer that the policy has not sampled may need its format's tokens.
         if message.get("role") == "assistant":
             return message
-        return message | {"content": self._special_tokens.broken(message["content"], _BREAK)}
+        content, broken = message["content"], self._special_tokens.broken
+        if isinstance(content, str):
+            return message | {"content": broken(content, _BREAK)}
+        return message | {
+            "content": [part | ({"text": broken(part["text"], _BREAK)} if "text" in part else {}) for part in content]
+        }
 
     def _encoded(self, text: str) -> list[int]:
         return [token for part in encode(self.tokenizer, text.split(_BREAK)) for token in part]
 
 
+def _expanded(ids: list[int], pictures: Sequence[Picture]) -> list[int]:
+    """The tokens with as many placeholders as the pictures take."""
+    if not pictures:
+        return ids
+    try:
+        return expand(ids, pictures[0].token_id, [picture.num_tokens for picture in pictures])
+    except ValueError as error:
+        raise TemplateError(f"the chat template writes {error}; give one that shows images") from error
+
+
+def images_of(messages: Sequence[Message]) -> list[str]:
+    """The URLs of the images in messages, in order."""
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return [part["image_url"]["url"] for part in parts if _is_image(part)]
+
+
+def _is_image(part: Mapping[str, Any]) -> bool:
+    image = part.get("image_url")
+    return part.get("type") == "image_url" and isinstance(image, Mapping) and isinstance(image.get("url"), str)
+
+
 def as_rendered(message: Message) -> Message:
-    """A message as chat templates read it: arguments of tool calls are an object, and text is one string."""
-    rendered = {**message, "content": text_of(message.get("content"))}
+    """A message as chat templates read it: arguments of tool calls are an object, and text without images is one
+    string."""
+    content = message.get("content")
+    if isinstance(content, list) and any(map(_is_image, content)):
+        content = [
+            {"type": "image"} if _is_image(part) else {"type": "text", "text": text_of([part])} for part in content
+        ]
+    else:
+        content = text_of(content)
+    rendered = {**message, "content": content}
     if calls := message.get("tool_calls"):
         rendered["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": arguments_of(call["function"])}} for call in calls
@@ -159,4 +214,7 @@ def is_same(known: Message, sent: Message) -> bool:
 
 def _meaning(message: Message) -> tuple[Any, ...]:
     calls = [(call["function"]["name"], arguments_of(call["function"])) for call in message.get("tool_calls") or []]
-    return message.get("role"), text_of(message.get("content")).strip(), calls
+    content, images = message.get("content"), images_of([message])
+    if images and isinstance(content, list):
+        content = [part for part in content if not _is_image(part)]
+    return message.get("role"), text_of(content).strip(), calls, images

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import torch
 
 from scalerl.batch import StepPlan
+from scalerl.batch.columns import PIXEL_VALUES
 from scalerl.batch.data_proto import DataProto, Jagged
 from scalerl.data.conversation_text import ConversationText
 
@@ -95,7 +96,8 @@ def write_dump(
         tokens = {**tokens, "advantages": _on_sampled_tokens(samples["advantages"], tokens["response_mask"])}
     columns: dict[str, Any] = {"prompt": [prompt for prompt, _ in texts], "response": [text for _, text in texts]}
     columns |= {name: _plain(column) for name, column in samples.items() if name != "advantages"}
-    columns |= {name: _lists(column) for name, column in tokens.items()}
+    # Pixels are many times as large as all else, and are in the data.
+    columns |= {name: _lists(column) for name, column in tokens.items() if name != PIXEL_VALUES.name}
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         # A dump by several rollout workers is a directory.

@@ -45,6 +45,8 @@ from scalerl.tracking.timeline import Span
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from scalerl.data.pictures import PictureProcessor
+
 log = logging.getLogger(__name__)
 
 # Reasons that are told of samples without a result.
@@ -87,14 +89,16 @@ class HybridRollout:
         tokenizer: PreTrainedTokenizerBase,
         *,
         judge: JudgeServers | None = None,
+        processor: PictureProcessor | None = None,
     ) -> None:
         """Starts the rollout workers; `wait_ready` returns when everybody answers.
 
         datasets: name -> RLHFDataset.  tokenizer: the policy's.  judge: with reward_model.judge.
+        processor: of the policy's pictures; None: it takes none.
         """
         self.config, self.servers, self.judge = config, servers, judge
         self.rollout, self.timeout_s = servers.rollout, config.trainer.timeout_s
-        self.val_uids = list(range(len(datasets["val"])))
+        self.val, self.val_uids = datasets["val"], list(range(len(datasets["val"])))
         self.running: list[Generation] = []
         # Counts at the last call of `faults`.
         self.num_restarts = self.num_judge_restarts = 0
@@ -126,6 +130,7 @@ class HybridRollout:
                 loss_columns=[name for name in policy_loss_columns(loss_mode) if name not in COLUMNS],
                 routing=servers.routing,
                 data=config.data,
+                processor=processor,
             )
             for mine in shares
         ]
@@ -314,6 +319,14 @@ class HybridRollout:
         ranges = even_ranges(len(samples), self.workers.num_dump_files)
         with files_at(path, len(ranges)) as files:
             self.workers.dump(samples, made, columns, dict(zip(files, ranges, strict=True)))
+
+    def val_images(self, uids: Sequence[int]) -> list[list[bytes]]:
+        """The images of prompts of the validation, as the contents of their files."""
+        prompts = (self.val[uid] for uid in uids)
+        return [
+            [image if isinstance(image, bytes) else Path(image).read_bytes() for image in prompt.images]
+            for prompt in prompts
+        ]
 
     def texts(
         self, samples: HeldRows, rows: Sequence[int], dataset: str, *, with_special_tokens: bool

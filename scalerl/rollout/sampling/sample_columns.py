@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from scalerl.batch.columns import INPUT_IDS, ROUTED_EXPERTS
+from scalerl.batch.columns import INPUT_IDS, PICTURE_PATCHES, ROUTED_EXPERTS
 from scalerl.batch.data_proto import DataProto, Jagged
 from scalerl.batch.turns import column_of
+from scalerl.data.pictures import picture_columns
 
 if TYPE_CHECKING:
     from scalerl.data import PromptRow
     from scalerl.models.routing import RoutingShape
+    from scalerl.models.vision import VisionModel
     from scalerl.rewards import ScoreResult
     from scalerl.rollout.program import Trajectory
 
@@ -27,12 +29,14 @@ def to_batch(
     *,
     more: Sequence[str] = (),
     routing: RoutingShape | None = None,
+    vision: VisionModel | None = None,
 ) -> DataProto:
     """The batch of these trajectories, one row each, with the prompt, score and seed of its sample: [S].
 
     Those of a sample follow one another, and among them those of an agent.
 
     more: names of further columns (`numbers_of`).  routing: of the column routed_experts; None: there is none.
+    vision: of the columns of pictures; None: there are none.
     """
     tokens = _token_columns(trajectories)
     if routing is not None:
@@ -76,6 +80,10 @@ def to_batch(
     }.items():
         samples[name] = np.empty(len(trajectories), dtype=object)
         samples[name][:] = values
+    if vision is not None:
+        pictures = [t.pictures for t in trajectories]
+        tokens |= picture_columns(pictures, vision)
+        samples[PICTURE_PATCHES.name] = column_of([[len(p.pixel_values) for p in own] for own in pictures])
     return DataProto(tokens, samples | {name: numbers_of(name, prompts, results) for name in more})
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from scalerl.base.user_code import forget_files, import_files, is_users_own
 from scalerl.batch.data_proto import DataProto
 from scalerl.cluster.pools import Reusable
+from scalerl.data.pictures import text_of
 from scalerl.rollout.prompt_sampling import sample_seed, sampling_of
 from scalerl.rollout.sampling.dump import decoded, joined_columns, texts_of, write_dump
 from scalerl.rollout.sampling.groups import EarlyEndCount, GroupScores, SampleGroup
@@ -27,6 +28,7 @@ from scalerl.tracking.timeline import Span
 if TYPE_CHECKING:
     from scalerl.config.schema import CustomRewardFunctionConfig, DataConfig, ProgramConfig, RewardModelConfig
     from scalerl.data import PromptRow
+    from scalerl.data.pictures import Picture, PictureProcessor
     from scalerl.models.routing import RoutingShape
     from scalerl.rewards import ScoreResult
     from scalerl.rollout.program import Ask, Program, Sample, Trajectory
@@ -77,6 +79,11 @@ def times_of(samples: Sequence[Sample], program: Program) -> Metrics:
     return metrics
 
 
+def extra_info_of(prompt: PromptRow, config: CustomRewardFunctionConfig) -> dict[str, Any]:
+    """What a reward function is told of the row, which it may change."""
+    return prompt.extra_info | ({"images": prompt.images} if config.with_images else {})
+
+
 def with_turns(result: ScoreResult, episode: Sequence[Trajectory]) -> ScoreResult:
     """The result with the rewards of the episode's turns in its score; one that failed as it is."""
     of_turns = math.fsum(float(turn.reward) for trajectory in episode for turn in trajectory.turns)
@@ -107,6 +114,7 @@ class RolloutWorker(HeldBatches, Reusable):
         loss_columns: Sequence[str] = (),
         routing: RoutingShape | None = None,
         data: DataConfig | None = None,
+        processor: PictureProcessor | None = None,
     ) -> None:
         """Loads the tokenizer and the reward functions; servers come with `connect`.
 
@@ -116,6 +124,7 @@ class RolloutWorker(HeldBatches, Reusable):
         loss_columns: names of the numbers of a training sample that the policy loss needs (`numbers_of`).
         routing: training samples have the column routed_experts; None: they have not.
         data: what prompts of the user's own program are made by.
+        processor: of the policy's pictures; None: it takes none.
         """
         import ray
 
@@ -133,11 +142,12 @@ class RolloutWorker(HeldBatches, Reusable):
         else:
             self.tokenizer = ray.get(tokenizer[0])
         import_files(user_files)
-        self.rewards = build_reward_manager(reward, custom_reward)
+        self.rewards, self.custom_reward = build_reward_manager(reward, custom_reward), custom_reward
         self.program_config = program
         self.chat_options = None if data is None else data.chat_template_kwargs
         self.program = load_program(program, self.chat_options)
         self.model_scores, self.loss_columns, self.routing = reward.enable, loss_columns, routing
+        self.processor = processor
         self.max_prompt_length = None if data is None else data.max_prompt_length
         self._judge = Judge(reward.judge, reward.on_error) if reward.judge.enable else None
         self._replacements: Replacements | None = None
@@ -270,6 +280,7 @@ class RolloutWorker(HeldBatches, Reusable):
         # What nobody trains on needs no experts.
         routing = self.routing if dataset == "train" and keep else None
         requests, finished = self._requests(dataset, groups, prompts, n, sampling, routing)
+        reading = {request.pictures for request in requests if request.pictures is not None}
         try:
             for sample in finished:
                 scores.add(sample)
@@ -282,21 +293,29 @@ class RolloutWorker(HeldBatches, Reusable):
                 config=self.program_config,
                 stop_when=None if enough is None else lambda: self.early_ends.is_over(generation, scores),
                 replacements=self.replacements,
+                processor=self.processor,
             )
             generated_at = time.perf_counter()
             whole = [group for group in groups if scores.is_finished(group.uid)]
             results = {group.uid: await scores.of(group.uid) for group in whole}
         finally:
             scores.cancel()
+            for pictures in reading:
+                pictures.cancel()
             self.early_ends.forget(generation)
         rows = [row for group in whole for row in results[group.uid]]
-        batch = to_batch(
+        # Only what a model computes needs pixels.
+        is_computed = keep and (dataset == "train" or self.model_scores)
+        # In a thread: of images it is gigabytes.
+        batch = await asyncio.to_thread(
+            to_batch,
             [trajectory for trajectory, _ in rows],
             [prompts[trajectory.uid] for trajectory, _ in rows],
             [result for _, result in rows],
             seeds=[self._seed(trajectory.uid, trajectory.sample_index) for trajectory, _ in rows],
             more=self.loss_columns if dataset == "train" else (),
             routing=routing,
+            vision=self.processor.vision if self.processor is not None and is_computed else None,
         )
         batch_id = self.hold(batch) if keep else next(self.batch_ids)
         if carry:
@@ -333,7 +352,8 @@ class RolloutWorker(HeldBatches, Reusable):
             begun = self.interrupted.pop(group.uid, None) or Interrupted({index: [] for index in range(n)}, [])
             finished += begun.finished
             prompt = prompts[group.uid]
-            own = sampling_of(dataset, prompt, sampling)
+            own = self._without_placeholders(sampling_of(dataset, prompt, sampling))
+            pictures = self._read(dataset, prompt)
             requests += [
                 SampleRequest(
                     group.uid,
@@ -344,10 +364,32 @@ class RolloutWorker(HeldBatches, Reusable):
                     turns,
                     routing,
                     self.max_prompt_length,
+                    pictures,
                 )
                 for index, turns in begun.asks.items()
             ]
         return requests, finished
+
+    def _without_placeholders(self, sampling: SamplingParams) -> SamplingParams:
+        """The parameters with which a sample also ends at a token that stands for a picture: it has none of its own."""
+        if self.processor is None or sampling.ignore_eos:
+            return sampling
+        ends = dict.fromkeys([*sampling.stop_token_ids, *sorted(self.processor.placeholders)])
+        return replace(sampling, stop_token_ids=tuple(ends))
+
+    def _read(self, dataset: str, prompt: PromptRow) -> asyncio.Future[list[Picture]] | None:
+        """Begins to decode the pictures of a prompt, in a thread."""
+        processor = self.processor
+        if processor is None or not prompt.images:
+            return None
+
+        def read() -> list[Picture]:
+            try:
+                return [processor.read(image) for image in prompt.images]
+            except ValueError as error:
+                raise ValueError(f"{dataset} prompt {prompt.uid}: {error}") from error
+
+        return asyncio.ensure_future(asyncio.to_thread(read))
 
     def _seed(self, uid: int, sample_index: int) -> int:
         return sample_seed(self.seed, *SampleGroup.step_and_position(uid), sample_index)
@@ -385,10 +427,10 @@ class RolloutWorker(HeldBatches, Reusable):
         request = ScoreRequest(
             sample_name=f"{dataset} prompt {prompt.uid} sample {last.sample_index}{agent}",
             data_source=prompt.data_source,
-            prompt_str=prompt.messages[-1]["content"],
+            prompt_str=text_of(prompt.messages[-1]),
             solution_str=self.tokenizer.decode(last.token_ids, skip_special_tokens=True),
             ground_truth=prompt.ground_truth,
-            extra_info=prompt.extra_info | extra,
+            extra_info=extra_info_of(prompt, self.custom_reward) | extra,
             response_length=last.num_tokens,
         )
         if self._judge is not None and prompt.reward_style == STYLE:

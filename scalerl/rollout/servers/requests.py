@@ -17,6 +17,7 @@ from scalerl.errors import RunError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from scalerl.data.pictures import Picture
     from scalerl.models.routing import RoutingShape
     from scalerl.rollout.servers.routing import RoutedTokens
 
@@ -122,6 +123,7 @@ class GenerateRequest:
     home: requests with the same home go to one server while it has room; () takes input_ids for it.
     routing: outputs have the experts of their tokens, from position `routed_from` of prompt and response on; None: not.
     adapter: the adapter that the newest version is taken of; None: the model without one.
+    pictures: those that stand in input_ids, in order; each has as many placeholders there as it takes tokens.
     """
 
     request_id: int | str
@@ -134,6 +136,7 @@ class GenerateRequest:
     routing: RoutingShape | None = None
     routed_from: int = 0
     adapter: str | None = None
+    pictures: tuple[Picture, ...] = ()
 
     def sample_keys(self) -> list[SampleKey]:
         indices = [output.sample_index for output in self.progress] or range(self.n)
@@ -147,6 +150,14 @@ def check_request(request: GenerateRequest, max_model_len: int) -> None:
         raise ValueError(
             f"{who}: a prompt of {len(request.input_ids)} tokens; it must have 1 to max_model_len={max_model_len}"
         )
+    if request.pictures:
+        from scalerl.data.pictures import places_of
+
+        try:
+            places_of(request.input_ids, request.pictures)
+        except ValueError as error:
+            # A server may never answer such a request.
+            raise ValueError(f"{who}: {error}") from None
     if request.n < 1:
         raise ValueError(f"{who} asks for n={request.n} samples; at least 1")
     if request.seeds is not None and len(request.seeds) != request.n:
@@ -211,6 +222,7 @@ def _rest_of(request: GenerateRequest, unfinished: list[GenerateOutput]) -> Gene
 class Slot:
     """A sample being generated.  room: number of tokens that it may still get.
 
+    num_input_tokens: what the server must have counted of its input; None: that is not compared.
     routed: what is known of the experts of its tokens; None: they are not asked for.
     """
 
@@ -222,6 +234,7 @@ class Slot:
     logprobs: list[float]
     version_spans: tuple[tuple[int, int], ...]
     routed: RoutedTokens | None = None
+    num_input_tokens: int | None = None
 
     @property
     def key(self) -> SampleKey:
@@ -268,7 +281,8 @@ def slots_of(request: GenerateRequest, max_model_len: int) -> list[Slot]:
     if not request.progress:
         routed = _routed_tokens(request, None)
         keys = zip(request.sample_keys(), seeds, strict=True)
-        return [Slot(*key, seed, budget, [], [], (), routed) for key, seed in keys]
+        counted = len(request.input_ids) if request.pictures else None
+        return [Slot(*key, seed, budget, [], [], (), routed, counted) for key, seed in keys]
     return [
         Slot(
             *o.key,
@@ -278,6 +292,7 @@ def slots_of(request: GenerateRequest, max_model_len: int) -> list[Slot]:
             o.logprobs,
             o.version_spans,
             _routed_tokens(request, o),
+            len(request.input_ids) + len(o.output_ids) if request.pictures else None,
         )
         for o, seed in zip(request.progress, seeds, strict=True)
     ]
@@ -333,6 +348,12 @@ def output_of(slot: Slot, answer: dict[str, Any], *, undone_by_abort: int = 0) -
         raise RolloutError(
             f"{who}: the server's log-probs are of other tokens than its output ({len(triples)} log-probs, "
             f"{len(output_ids)} tokens)"
+        )
+    counted, expected = meta.get("prompt_tokens"), slot.num_input_tokens
+    if meta["finish_reason"].get("type") in FINISHED and expected not in (None, counted):
+        raise RolloutError(
+            f"{who}: the server made {counted} tokens of a prompt with pictures, the trainer has {expected}; give it "
+            "the model's own preprocessor_config.json, and no limits of pixels of its own"
         )
     logprobs = [logprob for logprob, _, _ in triples]
     if None in logprobs:

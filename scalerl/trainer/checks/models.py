@@ -37,6 +37,8 @@ from scalerl.trainer.checks.adapters import adapter_rate_line, served_adapter_vi
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from scalerl.data.pictures import PictureProcessor
+
 log = logging.getLogger(__name__)
 # Parameters of a model, and the learning rate below which one that has fewer hardly learns.
 SMALL_MODEL, LR_OF_SMALL_MODELS = 10**8, 1e-5
@@ -70,6 +72,16 @@ def check_tokenizer(errors: ErrorCollector, cfg: PPOConfig | SFTConfig) -> PreTr
         return tokenizer
 
     return errors.attempt(read)
+
+
+def check_processor(errors: ErrorCollector, cfg: PPOConfig | SFTConfig) -> PictureProcessor | None:
+    """The processor of the policy's pictures; None if it takes none, or its directory cannot be read."""
+    from scalerl.data.pictures import load_processor
+
+    model, key = policy_model(cfg)
+    # A directory that cannot be read is in `errors`: its tokenizer was read before.
+    directory = ErrorCollector().attempt(lambda: model_directory(model.path, key))
+    return None if directory is None else errors.attempt(lambda: load_processor(directory, cfg.data))
 
 
 def check_models(
@@ -202,6 +214,11 @@ def actor_violations(cfg: PPOConfig, shape: ModelShape, *, device: str) -> Itera
     """Yields why the actor's model does not fit the configuration. device: cuda or cpu, as `resolve_device` returns."""
     rollout = cfg.actor_rollout_ref.rollout
     yield from _actor_layout_violations(cfg, shape)
+    if shape.vision is not None and not ENGINES[rollout.name].takes_pictures:
+        yield (
+            f"{ROLLOUT}.name = {rollout.name}: computes no vision tower, and {cfg.actor_rollout_ref.model.path} is a "
+            f"{shape.model_type} model; set {ROLLOUT}.name=sglang"
+        )
     yield from ENGINES[rollout.name].trained_model_violations(
         rollout, shape, section=ROLLOUT, device=device, verify_weights_every=rollout.verify_weights_every
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ from scalerl.trainer.checks.models import (
     check_judge,
     check_megatron_fields,
     check_models,
+    check_processor,
     check_reference_server,
     check_tokenizer,
 )
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from scalerl.data import PromptTable, RLHFDataset, SFTDataset
+    from scalerl.data.pictures import PictureProcessor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,7 @@ class Inputs:
 
     shapes: of the models, by role.  device: cuda or cpu.
     chat_template: the text of data.chat_template_path; None: the model's own.
+    processor: of the pictures of the policy; None: it takes none.
     """
 
     shapes: dict[str, ModelShape]
@@ -59,6 +63,7 @@ class Inputs:
     memory: PlannedMemory | None = None
     attention: AttentionChoice = field(default_factory=AttentionChoice)
     chat_template: str | None = None
+    processor: PictureProcessor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,16 +110,22 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
     if runs_here:
         check_reference_server(errors, cfg, tokenizer)
     train = val = None
+    processor = check_processor(errors, cfg)
     if tokenizer is not None:
-        train = errors.attempt(lambda: create_rl_dataset(data.train_files, tokenizer, data, data.train_max_samples))
-        val = errors.attempt(lambda: create_rl_dataset(data.val_files, tokenizer, data, data.val_max_samples))
+        train, val = (
+            errors.attempt(partial(create_rl_dataset, files, tokenizer, data, max_samples, processor))
+            for files, max_samples in (
+                (data.train_files, data.train_max_samples),
+                (data.val_files, data.val_max_samples),
+            )
+        )
     if train is not None and val is not None:
         errors.violations.extend(_scorers_without_prompts(cfg, train, val))
     if train is not None and not broken and not cfg.trainer.val_only:
         errors.violations.extend(too_few_prompts(cfg, len(train)))
         errors.violations.extend(decay_to_the_end(cfg, len(train)))
     datasets = {name: dataset for name, dataset in (("train", train), ("val", val)) if dataset is not None}
-    try_code(errors, cfg, code, datasets, tokenizer, sizes_agree=not broken)
+    try_code(errors, cfg, code, datasets, tokenizer, processor, sizes_agree=not broken)
     resumed = check_resume(errors, cfg, shapes, train, tokenizer, digests=digests)
     errors.raise_if_any()
     assert tokenizer is not None and train is not None and val is not None and resumed is not None
@@ -129,6 +140,7 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
         memory=memory,
         attention=attention,
         chat_template=_own_template(tokenizer, cfg),
+        processor=processor,
     )
 
 
@@ -150,10 +162,11 @@ def check_sft(cfg: SFTConfig, device: str | None = None, *, digests: bool = True
     attention = choose_attention(errors, cfg.trainer, called_head_sizes(cfg, shapes), device, runs_here=runs_here)
     memory = check_memory(errors, cfg, shapes, device)
     train = val = None
+    processor = check_processor(errors, cfg)
     if tokenizer is not None:
-        train = errors.attempt(lambda: SFTDataset(data.train_files, tokenizer, data))
+        train = errors.attempt(lambda: SFTDataset(data.train_files, tokenizer, data, processor))
         if data.val_files:
-            val = errors.attempt(lambda: SFTDataset(data.val_files, tokenizer, data))
+            val = errors.attempt(lambda: SFTDataset(data.val_files, tokenizer, data, processor))
     if train is not None and not broken:
         errors.violations.extend(too_few_conversations(cfg, len(train)))
         errors.violations.extend(decay_to_the_end(cfg, len(train)))
@@ -170,6 +183,7 @@ def check_sft(cfg: SFTConfig, device: str | None = None, *, digests: bool = True
         memory=memory,
         attention=attention,
         chat_template=_own_template(tokenizer, cfg),
+        processor=processor,
     )
 
 

@@ -23,6 +23,7 @@ from scalerl.config import PPOConfig, model_roles, uses_reference
 from scalerl.config.correction import corrects
 from scalerl.config.errors import ErrorCollector
 from scalerl.config.schema import DataConfig, RunConfig
+from scalerl.data.pictures import text_of
 from scalerl.rewards import RewardManager, ScoreRequest, ScoreResult, build_reward_manager
 from scalerl.rewards.judge import STYLE
 from scalerl.rewards.trial import TRIAL_RESPONSE, trial_results
@@ -30,6 +31,7 @@ from scalerl.rollout.load_program import load_program
 from scalerl.rollout.program import KEY, Ask, EnvironmentFailed, Program, Sample, Servers, Tools, run_program
 from scalerl.rollout.sampling.groups import SCORE
 from scalerl.rollout.sampling.sample_columns import to_batch
+from scalerl.rollout.sampling.worker import extra_info_of
 from scalerl.rollout.servers.requests import GenerateOutput, SamplingParams
 from scalerl.rollout.tools import load_tools, schema_of
 from scalerl.tracking import check_backends
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from scalerl.data import PromptRow, PromptTable, RLHFDataset
+    from scalerl.data.pictures import PictureProcessor
 
     Dataset = RLHFDataset | PromptTable
 
@@ -110,16 +113,18 @@ def try_code(
     code: RunCode,
     datasets: Mapping[str, Dataset],
     tokenizer: PreTrainedTokenizerBase | None,
+    processor: PictureProcessor | None,
     *,
     sizes_agree: bool,
 ) -> None:
     """Tries the functions on rows of the data, as far as they could be read. Closes the reward manager.
 
-    datasets: `train` and `val`.  sizes_agree: False: samples of the configuration's sizes cannot be made up.
+    datasets: `train` and `val`.  processor: of the policy's pictures.
+    sizes_agree: False: samples of the configuration's sizes cannot be made up.
     """
     scores_itself = False
     if tokenizer is not None and "train" in datasets and code.program and code.estimator and sizes_agree:
-        own, scores_itself = try_own_code(cfg, code.program, code.estimator, datasets["train"], tokenizer)
+        own, scores_itself = try_own_code(cfg, code.program, code.estimator, datasets["train"], tokenizer, processor)
         errors.violations.extend(own)
     if code.rewards is None:
         return
@@ -156,10 +161,10 @@ def reward_violations(
         requests[key] = ScoreRequest(
             sample_name=f"{name} prompt {uid}, with a response for trial before the run starts",
             data_source=data_source,
-            prompt_str=prompt.messages[-1]["content"],
+            prompt_str=text_of(prompt.messages[-1]),
             solution_str=TRIAL_RESPONSE,
             ground_truth=prompt.ground_truth,
-            extra_info=prompt.extra_info,
+            extra_info=extra_info_of(prompt, cfg.custom_reward_function),
             response_length=response_length,
         )
     trials |= zip(requests, trial_results(manager, list(requests.values())), strict=True)
@@ -231,6 +236,7 @@ def try_own_code(
     estimator: AdvantageEstimator,
     dataset: Dataset,
     tokenizer: PreTrainedTokenizerBase,
+    processor: PictureProcessor | None = None,
 ) -> tuple[list[str], bool]:
     """What the user's own program or estimator does wrong with made-up answers to, and scores of, real rows; and
     whether the program scores all of these samples itself."""
@@ -242,7 +248,7 @@ def try_own_code(
     samples: list[Sample] = []
     violations: list[str] = []
     try:
-        samples = asyncio.run(_samples(cfg, program, prompts, tokenizer))
+        samples = asyncio.run(_samples(cfg, program, prompts, tokenizer, processor))
         if is_users_own(estimator.function):
             _try_estimator(cfg, estimator, prompts, samples)
     except UserCodeError as error:
@@ -257,7 +263,11 @@ def try_own_code(
 
 
 async def _samples(
-    cfg: PPOConfig, program: Program, prompts: Sequence[PromptRow], tokenizer: PreTrainedTokenizerBase
+    cfg: PPOConfig,
+    program: Program,
+    prompts: Sequence[PromptRow],
+    tokenizer: PreTrainedTokenizerBase,
+    processor: PictureProcessor | None,
 ) -> list[Sample]:
     answer, rollout = tokenizer.encode(TRIAL_RESPONSE, add_special_tokens=False) or [0], cfg.actor_rollout_ref.rollout
 
@@ -277,8 +287,9 @@ async def _samples(
             sample_index=index,
             seed=place,
             max_prompt_length=cfg.data.max_prompt_length,
+            pictures=[] if processor is None else [processor.read(image) for image in prompt.images],
         )
-        return await run_program(program, prompt, servers, Tools(tokenizer, place))
+        return await run_program(program, prompt, servers, Tools(tokenizer, place, processor))
 
     return await asyncio.wait_for(asyncio.gather(*map(one, range(len(prompts)), prompts)), PROGRAM_S)
 

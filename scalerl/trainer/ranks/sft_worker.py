@@ -8,6 +8,7 @@ import numpy as np
 
 from scalerl.batch.data_proto import DataProto, Jagged
 from scalerl.cluster.dispatch import Dispatch, MicroBatches, Result, register
+from scalerl.data.pictures import picture_columns
 from scalerl.parallel.layout import Layout
 from scalerl.tracking.metrics import Metric
 from scalerl.trainer.ranks.worker import MegatronWorker, flat, phase
@@ -23,7 +24,7 @@ class SFTWorker(MegatronWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def set_dataset(self, name: str, dataset: Any) -> None:
-        """Keeps a data set for update_sft and evaluate_sft; dataset[i] has input_ids and loss_mask."""
+        """Keeps a data set for update_sft and evaluate_sft; dataset[i] is an `SFTRow`."""
         self.datasets[name] = dataset
 
     @register(Dispatch.DP_COMPUTE_PROTO)
@@ -64,10 +65,13 @@ class SFTWorker(MegatronWorker):
     def _rows(self, name: str, rows: np.ndarray) -> DataProto:
         import torch
 
-        picked = [self.datasets[name][int(row)] for row in rows]
-        return DataProto(
-            {
-                "input_ids": Jagged.from_list([row.input_ids for row in picked], torch.int64),
-                "response_mask": Jagged.from_list([row.loss_mask for row in picked], torch.bool),
-            }
-        )
+        dataset = self.datasets[name]
+        picked = [dataset[int(row)] for row in rows]
+        columns = {
+            "input_ids": Jagged.from_list([row.input_ids for row in picked], torch.int64),
+            "response_mask": Jagged.from_list([row.loss_mask for row in picked], torch.bool),
+        }
+        if any(row.images for row in picked):
+            pictures = [[dataset.processor.read(image) for image in row.images] for row in picked]
+            columns |= picture_columns(pictures, dataset.processor.vision)
+        return DataProto(columns)

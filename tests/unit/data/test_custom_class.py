@@ -183,7 +183,7 @@ def test_paths_that_cannot_be_used(tokenizer, tmp_path):
         ("data_source=None", "data_source is null, give the name"),
         ("messages='hi'", "messages is str"),
         ("extra_info=None", "extra_info is null, give a dict"),
-        ("images=['a.png']", "images: no model family of scalerl has a vision part"),
+        ("images=['a.png']", "images: the model has no vision part"),
         ("ground_truth=[float('nan')]", "ground_truth has nan, which is no answer"),
         ("ground_truth=b'4'", "ground_truth has bytes, which is no answer"),
         ("data_source='a\\ud800'", "half of a surrogate pair"),

@@ -212,12 +212,6 @@ def test_images_without_a_processor_name_rows_and_column(write, tokenizer, make_
     assert "data.image_key" in message
 
 
-def test_images_are_carried_with_a_processor(write, tokenizer, make_row):
-    rows = [make_row() | {"pictures": pictures} for pictures in ([{"bytes": b"\x89PNG"}], None)]
-    data = RLHFDataset(write(rows), tokenizer, DataConfig(image_key="pictures"), processor=object())
-    assert [row.images for row in data] == [[{"bytes": b"\x89PNG"}], []]
-
-
 # --- several processes
 
 

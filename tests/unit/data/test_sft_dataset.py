@@ -69,7 +69,8 @@ def test_learned_text_is_the_assistants_text(tokenizer, turns):
     unknown = UnknownText(tokenizer)
     samples, *unseen = _tokenize(Conversation(messages), 0, tokenizer, SFTDataConfig(), FileProblems("f"), unknown)
     assert samples is not None and unseen == [[], ""]
-    ((tokens, mask),) = samples
+    (sample,) = samples
+    tokens, mask = sample.input_ids, sample.loss_mask
     said = [m["content"] for m in messages if m["role"] == "assistant"]
     picked = [token for token, bit in zip(tokens, mask, strict=True) if bit]
     assert tokenizer.decode(picked) == "".join(f"{text}<|end|>" for text in said)

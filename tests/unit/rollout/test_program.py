@@ -10,11 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from scalerl.base.user_code import UserCodeError
 from scalerl.config.schema import DataConfig, ProgramConfig
 from scalerl.data import PromptRow, RLHFDataset
+from scalerl.data.pictures import Picture
 from scalerl.models.routing import RoutingShape
 from scalerl.rewards import ScoreResult
 from scalerl.rollout.load_program import load_program
@@ -412,3 +414,77 @@ def test_shared_values_of_a_prompt_are_no_program_s_to_change(tmp_path: Path) ->
     for _ in range(2):
         run_program(program, prompt, servers(Policy()), TOOLS)
     assert prompt.extra_info == {"turns": [1]}
+
+
+# --- pictures
+
+
+def picture(num_tokens: int) -> Picture:
+    return Picture(f"url{num_tokens}", 9, num_tokens, (1, 2, 2 * num_tokens), np.zeros((4 * num_tokens, 1), np.float32))
+
+
+def test_observed_pictures_are_asked_with_and_never_cut() -> None:
+    asked: list[Ask] = []
+
+    async def policy(sample: Servers, number: int, ask: Ask) -> GenerateOutput:
+        asked.append(ask)
+        return GenerateOutput("r", 0, [5], [-0.5], "stop", 4)
+
+    async def look(prompt: PromptRow, servers: Servers, tools: Tools) -> Trajectory:
+        trajectory = servers.begin()
+        for size in (2, 4):
+            await servers.generate(trajectory)
+            trajectory.observe([7, *[9] * size], [picture(size)])
+        await servers.generate(trajectory)
+        return trajectory
+
+    own = Servers(
+        policy, [9, 9, 9], SamplingParams(8), uid=7, sample_index=1, seed=5, pictures=[picture(3)], placeholders=[9]
+    )
+    trajectory = run_program(look, PROMPT, own, TOOLS)
+    assert [[shown.num_tokens for shown in ask.pictures] for ask in asked] == [[3], [3, 2], [3, 2]]
+    # Six of eight tokens were there, and the second picture has four.
+    assert trajectory.token_ids == [5, 7, 9, 9, 5, 7, 5] and trajectory.is_cut
+    assert (
+        trajectory.branch().pictures == trajectory.pictures and trajectory.branch().pictures is not trajectory.pictures
+    )
+
+
+def test_a_policy_that_samples_a_placeholder_says_no_more() -> None:
+    """A server would look for its picture. The token itself is trained, as a word."""
+    asked: list[Ask] = []
+
+    async def policy(sample: Servers, number: int, ask: Ask) -> GenerateOutput:
+        asked.append(ask)
+        if not ask.sampling.max_new_tokens:
+            return GenerateOutput("r", 0, [], [], "length", 4)
+        return GenerateOutput("r", 0, [5, 9], [-0.5, -0.5], "stop", 4)
+
+    async def talk(prompt: PromptRow, servers: Servers, tools: Tools) -> Trajectory:
+        trajectory = servers.begin()
+        await servers.generate(trajectory)
+        trajectory.observe([7])
+        await servers.generate(trajectory)
+        return trajectory
+
+    own = Servers(
+        policy, [9], SamplingParams(8), uid=7, sample_index=1, seed=5, pictures=[picture(1)], placeholders=[9]
+    )
+    trajectory = run_program(talk, PROMPT, own, TOOLS)
+    assert trajectory.token_ids == [5, 9] and trajectory.response_mask == [True, True] and trajectory.is_cut
+    assert [len(ask.pictures) for ask in asked] == [1, 0]
+
+
+def test_placeholders_without_their_pictures_are_the_program_s_mistake() -> None:
+    async def policy(sample: Servers, number: int, ask: Ask) -> GenerateOutput:
+        return GenerateOutput("r", 0, [5], [-0.5], "stop", 4)
+
+    async def show(prompt: PromptRow, servers: Servers, tools: Tools) -> Trajectory:
+        trajectory = servers.begin()
+        await servers.generate(trajectory)
+        trajectory.observe([9, 9])
+        return trajectory
+
+    own = Servers(policy, [1], SamplingParams(8), uid=7, sample_index=1, seed=5, placeholders=[9])
+    with pytest.raises(UserCodeError, match="returned 2 placeholders for pictures of 0; give pictures with the tokens"):
+        run_program(show, PROMPT, own, TOOLS)

@@ -447,6 +447,18 @@ def test_tables_are_found_by_mlflow_itself(run_dir, monkeypatch):
     assert table.to_dict("list") == {"prompt": ["2+2="], "score": [1.0]}
 
 
+def test_images_of_a_table_are_files_that_it_names_and_other_backends_say_that_there_are_some(run_dir):
+    with Tracking("p", "e", ["mlflow", "file"], run_dir=run_dir) as tracking:
+        tracking.log_table("val/generations", ["prompt", "image/0"], [["a", b"one"], ["b", b"two"]], step=5)
+    path = Path(client(run_dir).download_artifacts(tracking.run_id, "val/generations/step_5.json", str(run_dir)))
+    cells = [row[1] for row in json.loads(path.read_text())["data"]]
+    assert [cell["type"] for cell in cells] == ["image", "image"]
+    kept = [client(run_dir).download_artifacts(tracking.run_id, cell["filepath"], str(run_dir)) for cell in cells]
+    assert [Path(file).read_bytes() for file in kept] == [b"one", b"two"]
+    table = json.loads((run_dir / "tables/val/generations/step_5.json").read_text())
+    assert table["data"] == [["a", "<image>"], ["b", "<image>"]]
+
+
 def test_load_of_the_machine_is_recorded_once_per_step(run_dir):
     with Tracking("p", "e", "mlflow", run_dir=run_dir) as tracking:
         tracking.log({"x": 1}, 1)

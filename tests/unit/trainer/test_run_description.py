@@ -61,5 +61,7 @@ def test_a_table_has_a_column_for_each_extra() -> None:
     columns, rows = generations_table(samples, [("1+1=", "2", "2"), ("3+4=", "8", "7")])
     assert columns == ["prompt", "response", "ground_truth", "score", "data_source", "acc", "pred", "extra/score"]
     assert rows == [["1+1=", "2", "2", 1.0, "a", 1.0, "", ""], ["3+4=", "8", "7", 0.0, "b", "", "7", 2]]
+    columns, rows = generations_table(samples, [("1", "2", "2"), ("3", "8", "7")], [[b"x"], [b"y", b"z"]])
+    assert columns[-2:] == ["image/0", "image/1"] and [row[-2:] for row in rows] == [[b"x", ""], [b"y", b"z"]]
     samples["agent"] = np.array(["", "white", "black"], dtype=object)
     assert [row[4] for row in generations_table(samples, [("", "", "")] * 3)[1]] == ["a", "b/white", "c/black"]

@@ -140,6 +140,9 @@ class Engine(ABC):
         """Yields the reasons why a policy cannot be served while it is trained.  section: prefix of config's keys."""
         return iter(())
 
+    # Whether requests may have pictures.
+    takes_pictures: ClassVar[bool] = False
+
     # Adapters that a server has room for on its device.
     adapter_slots: ClassVar[int] = 0
 

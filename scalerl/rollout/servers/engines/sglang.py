@@ -23,6 +23,7 @@ from scalerl.models.adapters import Adapter, projections
 from scalerl.models.block_scales import FP8_BLOCK, WHOLE_MODULES, is_quantized
 from scalerl.models.shape import attention_interval
 from scalerl.models.sizes import counted_params
+from scalerl.models.vision import vision_config
 from scalerl.rollout.servers.engines.base import Call, Command, Engine, Launch, check_context_length
 from scalerl.rollout.servers.requests import FLATTENED, GenerateRequest
 from scalerl.rollout.servers.sglang.placement_arguments import (
@@ -71,6 +72,10 @@ BLOCKS_OF_FP8 = {
 }
 # Of a layer, in config.json's layer_types.
 _ATTENDS = "full_attention"
+# SGLang keeps what its tower made of a picture under the picture alone, and would answer by an earlier tower.
+NO_TOWER_CACHE = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
+# What a model with images has that is no weight: which of the three positions turns a pair.
+OWN_BUFFER = ".rotary_emb.axis_map"
 # Field of a request for the experts of its tokens. The server's argument has `enable_` before it.
 RETURN_EXPERTS = "return_routed_experts"
 # Projections that SGLang joins, or computes with adapters all of them or none.
@@ -87,6 +92,7 @@ class SGLangEngine(Engine):
     keep_less = "engine_kwargs.sglang.disable_cuda_graph=true"
     # SGLang adds one more token after an abort without checking if it ends the sample.
     undone_by_abort = 1
+    takes_pictures = True
     # The newest version of the policy's, and none.
     adapter_slots = 2
 
@@ -148,6 +154,8 @@ class SGLangEngine(Engine):
             # Trainers send the weights, whatever the files have.
             changes["quantization_config"] = BLOCKS_OF_FP8 if quantization else None
             arguments["load_format"] = "dummy"
+        if launch.synced and vision_config(read_config(launch.model_path)) is not None:
+            env |= NO_TOWER_CACHE
         if changes:
             arguments["json_model_override_args"] = json.dumps(changes)
         if launch.returns_experts:
@@ -180,10 +188,15 @@ class SGLangEngine(Engine):
             body |= {RETURN_EXPERTS: True, "routed_experts_start_len": min(tokens.next for tokens in routed)}
         if request.adapter is not None:
             body["lora_path"] = request.adapter
+        if request.pictures:
+            body |= _with_pictures(request, slots)
         if not request.progress:
             # SGLang computes the prompt of n equal samples once.
             sampling = self.sampling_params(request, slots[0]) | {"n": len(slots)}
-            body |= {"input_ids": request.input_ids, "sampling_params": sampling}
+            body |= {"input_ids": body["input_ids"][0], "sampling_params": sampling}
+            if request.pictures:
+                # Of several samples SGLang makes a batch, whose images are a list for each prompt.
+                body["image_data"] = body["image_data"][0] if len(slots) == 1 else body["image_data"][:1]
         return replace(call, body=body)
 
     def sampling_params(self, request: GenerateRequest, slot: Slot) -> dict[str, Any]:
@@ -204,6 +217,10 @@ class SGLangEngine(Engine):
     def update_weights(self, blobs: Sequence[str], *, policy_version: int | None, is_mapped: bool) -> Call:
         call = super().update_weights(blobs, policy_version=policy_version, is_mapped=is_mapped)
         return replace(call, body={**(call.body or {}), "load_format": MAPPED_LOADER if is_mapped else FLATTENED})
+
+    def read_checksums(self, answer: Any) -> list[dict[str, str]]:
+        ranks = super().read_checksums(answer)
+        return [{name: value for name, value in rank.items() if not name.endswith(OWN_BUFFER)} for rank in ranks]
 
     def cache_size(self) -> Call:
         return Call("/server_info", method="GET")
@@ -234,6 +251,12 @@ class SGLangEngine(Engine):
                 f"{section}.tensor_model_parallel_size = {tp_size}: the checksums of an SGLang server on a CPU are not "
                 f"known with more ranks than the model's {kv_heads} key/value heads; set one of "
                 f"{divisors_text(kv_heads)}, or {section}.verify_weights_every=0"
+            )
+        if shape.vision is not None and verify_weights_every and shape.vision.num_heads % tp_size:
+            yield (
+                f"{section}.tensor_model_parallel_size = {tp_size}: the checksums of an SGLang server are not known "
+                f"where its ranks do not divide the vision tower's {shape.vision.num_heads} heads; set one of "
+                f"{divisors_text(shape.vision.num_heads)}, or {section}.verify_weights_every=0"
             )
         if shape.num_experts:
             yield from _mixture_violations(config, shape, section, device, verify_weights_every)
@@ -306,6 +329,19 @@ class SGLangEngine(Engine):
         if isinstance(heads, int) and heads > 0:
             kv_heads = config.get("num_key_value_heads") or heads
             yield from server_violations(key, tp_size, {"attention heads": heads}, kv_heads)
+
+
+def _with_pictures(request: GenerateRequest, slots: Sequence[Slot]) -> dict[str, Any]:
+    """What a request has of its pictures: one placeholder for each, which the server makes as many as it takes.
+
+    With these placeholders already in its input it would not answer, and not say so.
+    """
+    from scalerl.data.pictures import shrink
+
+    return {
+        "input_ids": [shrink(request.input_ids + slot.output_ids, request.pictures) for slot in slots],
+        "image_data": [[picture.url for picture in request.pictures] for _ in slots],
+    }
 
 
 def _own_arguments(engine_kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -425,7 +461,8 @@ def _mixture_violations(
         )
     own = _own_arguments(config.engine_kwargs)
     yield from _expert_parallel_violations(own, config, shape, section, device)
-    if verify_weights_every and shape.model_type not in MIXTURES and not family_of(shape).text_config:
+    is_apart = family_of(shape).text_config and shape.vision is None
+    if verify_weights_every and shape.model_type not in MIXTURES and not is_apart:
         yield (
             f"{section}.verify_weights_every = {verify_weights_every}: the checksums of an SGLang server are not known "
             f"for a {shape.model_type} model (known: dense models and {', '.join(MIXTURES)}); set it to 0"

@@ -66,11 +66,25 @@ DELTA_NET = {
     "out_proj.weight": ("out_proj.weight", 0, 1, "columns"),
 }
 DECAY = ".linear_attn.A_log"
+# Of a vision tower: the end of a module's name -> how it is cut; of what is cut in columns the bias is whole.
+TOWER_CUTS = {
+    "attn.qkv": "thirds",
+    "attn.proj": "columns",
+    "mlp.gate_proj": "rows",
+    "mlp.up_proj": "rows",
+    "mlp.down_proj": "columns",
+    "merger.mlp.0": "rows",
+    "merger.mlp.2": "columns",
+    "linear_fc1": "rows",
+    "linear_fc2": "columns",
+    "pos_embed": "positions",
+}
 
 _NAME = re.compile(r"^(?P<prefix>.*?)(?P<module>[a-z_]+)\.(?P<leaf>weight|bias|e_score_correction_bias)$")
 _DELTA_NAME = re.compile(r"^(?P<prefix>.*\.linear_attn\.)(?P<part>.+)$")
 _ZERO_CENTRED_NORM = re.compile(r"^(?P<prefix>(?!.*\.linear_attn\.).*norm\.)weight$")
 _STACK_NAME = re.compile(rf"^(?P<prefix>.*\.experts\.)(?P<part>{'|'.join(STACK_PLACES)})$")
+_TOWER_NAME = re.compile(r"^(?:model\.)?(?P<module>visual\..+)\.(?P<leaf>weight|bias)$")
 _EXPERT_NAME = re.compile(r"^(?P<prefix>.*\.experts\.)(?P<expert>\d+)\.(?P<part>[a-z0-9_]+)\.weight$")
 
 
@@ -82,8 +96,13 @@ class SGLangPlacement(Placement):
 
         experts: how the ranks share them; None: every rank has a part of each.
         """
-        self._config, self.num_ranks, self._experts = model_config, num_ranks, experts or ExpertParallel()
+        self.num_ranks, self._experts = num_ranks, experts or ExpertParallel()
         self._family = family_named(model_config.get("model_type"))
+        self._has_tower = self._family is not None and self._family.tower is not None
+        text = (
+            model_config.get(self._family.text_config or "") if self._family is not None and self._has_tower else None
+        )
+        self._config = {**(text or {}), **model_config}
         names = self._family.expert_names if self._family else ()
         # Places by the last part of the name.
         self._expert_parts = {name.rpartition(".")[2]: place for name, place in zip(names, EXPERT_PLACES, strict=False)}
@@ -113,7 +132,7 @@ class SGLangPlacement(Placement):
             for rank in ranks:
                 yield rank, place, self._part_of_stack(stack["part"], tensor, rank)
             return
-        place, cut = self._place(name)
+        place, cut = self._place_in_tower(name) if self._has_tower else self._place(name)
         for rank in ranks:
             yield rank, place, self._shard(cut, tensor, rank)
         if self._family is not None and self._family.delta_net and (norm := _ZERO_CENTRED_NORM.match(place.name)):
@@ -143,6 +162,22 @@ class SGLangPlacement(Placement):
         is_down = part == "down_proj"
         rows = tensor.transpose(1, 2)
         return self._width_shard(rows, 2 if is_down else 1, rank, self.num_ranks, per_width=1 if is_down else 2)
+
+    def _place_in_tower(self, name: str) -> tuple[TensorPlace, str]:
+        """As `_place`, of a model with a vision tower."""
+        tower = _TOWER_NAME.match(name)
+        if tower is None:
+            return self._place(name.replace("model.language_model.", "model."))
+        module, leaf = tower["module"], tower["leaf"]
+        cut = next((cut for end, cut in TOWER_CUTS.items() if module.endswith(f".{end}")), "whole")
+        before, _, last = module.rpartition(".")
+        place = TensorPlace(f"{module}.{leaf}")
+        if last == "qkv":
+            place = TensorPlace(f"{module}_proj.{leaf}")
+        elif last in FUSED:
+            fused, position = FUSED[last]
+            place = TensorPlace(f"{before}.{fused}.{leaf}", position, NUM_PARTS[fused])
+        return place, "whole" if cut == "columns" and leaf == "bias" else cut
 
     def _place(self, name: str) -> tuple[TensorPlace, str]:
         """The place of a tensor that is no expert's, and how it is divided over the ranks (see `_shard`)."""
@@ -204,11 +239,16 @@ class SGLangPlacement(Placement):
         if cut == "whole":
             return tensor
         if cut == "vocab":
-            return self._vocab_shard(tensor, rank)
+            return self._vocab_shard(tensor, rank, self._config["vocab_size"])
+        if cut == "positions":
+            # SGLang has them as words.
+            return self._vocab_shard(tensor, rank, len(tensor))
         if cut == "kv_rows":
             return self._kv_shard(tensor, rank)
         if cut == "heads":
             return self._heads_shard(tensor, rank)
+        if cut == "thirds":
+            return torch.cat([_slice(part, 0, rank, self.num_ranks) for part in tensor.chunk(3)])
         if cut == "width_halves":
             halves = tensor.chunk(2)
             return torch.cat([self._width_shard(half, 0, rank, self.num_ranks) for half in halves])
@@ -222,9 +262,8 @@ class SGLangPlacement(Placement):
         sections = tensor.split([keys, keys, len(tensor) - 2 * keys])
         return torch.cat([_slice(section, 0, rank, self.num_ranks) for section in sections])
 
-    def _vocab_shard(self, tensor: Tensor, rank: int) -> Tensor:
+    def _vocab_shard(self, tensor: Tensor, rank: int, vocab_size: int) -> Tensor:
         """A rank's rows of the vocabulary, which is padded with zeros at its end."""
-        vocab_size = self._config["vocab_size"]
         padded = -(-vocab_size // VOCAB_PADDING) * VOCAB_PADDING
         if padded % self.num_ranks:
             padding = VOCAB_PADDING * self.num_ranks

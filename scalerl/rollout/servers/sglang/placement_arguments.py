@@ -56,6 +56,7 @@ SHARED_APART = "disable_shared_experts_fusion"
 PLACE_ARGUMENTS: dict[str, tuple[Any, str]] = {
     "ep_num_redundant_experts": (0, "stores some experts several times"),
     "init_expert_location": ("trivial", "places experts by a table of its own"),
+    "mm_enable_dp_encoder": (None, "stores the vision tower whole on every rank"),
     "enable_eplb": (None, "moves experts between ranks while it serves"),
     "elastic_ep_": ("none", "moves experts when ranks come and go"),
     "enable_elastic_": (None, "moves experts when ranks come and go"),

@@ -170,7 +170,7 @@ def test_events_come_in_the_order_of_the_api() -> None:
         ({"messages": "2+2?"}, "messages must be a list of objects"),
         ({"messages": [{"role": "user"}]}, "messages must be a list of objects"),
         ({"messages": [{"role": "user", "content": 5}]}, "a content is 5"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "a block of type 'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "a source of type base64"),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": "document"}]}]}]},
             "a block of type 'document'",

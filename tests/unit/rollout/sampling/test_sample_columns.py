@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from scalerl.batch.columns import COLUMNS, ROUTED_EXPERTS
+from scalerl.batch.columns import COLUMNS, IMAGE_GRID_THW, PICTURE_PATCHES, PIXEL_VALUES, ROUTED_EXPERTS
 from scalerl.batch.data_proto import DataProto
 from scalerl.data import PromptRow
+from scalerl.data.pictures import Picture
 from scalerl.models.routing import RoutingShape, is_known
+from scalerl.models.vision import VisionModel, vision_config
 from scalerl.rewards.manager import ScoreResult
 from scalerl.rollout.program import Trajectory
 from scalerl.rollout.prompt_sampling import sampling_of
@@ -196,3 +198,31 @@ def test_each_trajectory_of_a_sample_has_a_row_and_its_own_prompt() -> None:
         [6, 3, 1],
         [11, 11, 12],
     ]
+
+
+def test_pictures_are_columns_with_lengths_of_their_own(vision: VisionModel) -> None:
+    """Of all rows of a run with images: so that batches with and without any can be joined."""
+    prompts = [prompt(30, [1, 9, 9, 2]), prompt(10, [3])]
+    shown = Picture("url", 9, 2, (1, 2, 4), np.arange(8 * vision.numbers_per_patch, dtype=np.float32).reshape(8, -1))
+    trajectories = [
+        Trajectory(0, 0, prompts[0].input_ids, 9, pictures=[shown]),
+        Trajectory(1, 0, prompts[1].input_ids, 9),
+    ]
+    made = [
+        to_batch(own, [row] * len(own), [ScoreResult(0.0, {})] * len(own), [1] * len(own), vision=vision)
+        for own, row in (([trajectories[0]], prompts[0]), ([trajectories[1]] * 2, prompts[1]))
+    ]
+    joined = DataProto.concat(made)
+    assert joined[PIXEL_VALUES].lengths.tolist() == [8, 0, 0] and joined[IMAGE_GRID_THW].lengths.tolist() == [1, 0, 0]
+    np.testing.assert_array_equal(joined[PIXEL_VALUES][0].numpy(), shown.pixel_values)
+    assert joined[IMAGE_GRID_THW][0].tolist() == [[1, 2, 4]]
+    assert joined[PICTURE_PATCHES].tolist() == [(8,), (), ()]
+    for column in (PIXEL_VALUES, IMAGE_GRID_THW):
+        assert str(joined[column].values.dtype).endswith(column.dtype)
+
+
+@pytest.fixture
+def vision() -> VisionModel:
+    found = vision_config({"model_type": "qwen2_5_vl", "vision_config": {"patch_size": 2}})
+    assert found is not None
+    return found

@@ -29,7 +29,9 @@ from scalerl.trainer.checks.preflight import check_ppo, check_sft
 from scalerl.trainer.console_texts import finished_at
 from scalerl.trainer.main_ppo import main
 from scalerl.trainer.saving.saves import SavedModel
+from tests.pictures import content, noise, write_processor
 from tests.tiny_models import CHAT_TEMPLATE, make_tiny_model
+from tests.tiny_vision import make_tiny_vision_model
 from tests.whole_saves import save
 
 ROW = {
@@ -113,6 +115,23 @@ def test_tools_count_in_prompts(directory: Path, tmp_path: Path) -> None:
     assert "data.max_prompt_length=64" in message
     inputs = check_ppo(config(directory, "qwen3", "embedded", 0, *keys, "data.max_prompt_length=512"))
     assert '"name": "python"' in inputs.tokenizer.decode(inputs.train[0].input_ids)
+
+
+def test_a_model_that_sees_images_needs_servers_that_do(directory: Path, tmp_path: Path) -> None:
+    """Its rows are those of geo3k, as verl's script makes them, and have a rule."""
+    path = make_tiny_vision_model(tmp_path / "qwen2_5_vl", "qwen2_5_vl")
+    write_processor(path, "qwen2_5_vl")
+    row = ROW | {"data_source": "hiyouga/geometry3k", "images": [{"bytes": content(noise(1, 84, 56)), "path": None}]}
+    row["prompt"] = [{"role": "user", "content": "<image>Find x."}]
+    pq.write_table(pa.Table.from_pylist([row] * 4), tmp_path / "geo3k.parquet")
+    files = [f"data.{name}_files={tmp_path / 'geo3k.parquet'}" for name in ("train", "val")]
+    files.append("custom_reward_function.path=null")
+    message = violation(directory, path, "embedded", 0, *files)
+    assert message.startswith("actor_rollout_ref.rollout.name = embedded: computes no vision tower")
+    assert message.endswith("; set actor_rollout_ref.rollout.name=sglang")
+    inputs = check_ppo(config(directory, str(path), "sglang", 1, *files))
+    assert inputs.processor is not None and inputs.train[0].images == [content(noise(1, 84, 56))]
+    assert inputs.train[0].input_ids.count(inputs.processor.vision.image_token_id) == 6
 
 
 def test_checksums_of_sglang_are_refused_where_they_are_not_known(directory: Path) -> None:

@@ -1,0 +1,80 @@
+"""Runs that see images: each step's log-probs are those of the sampler, and the example learns what it must look at."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.e2e.conftest import StartJob
+from tests.e2e.jobs import Record
+from tests.e2e.kept import Kept
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "vision"
+TIMEOUT_S = 1800
+STEPS = 3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_trainer_and_servers_see_the_same(kept: Kept, start_job: StartJob, tmp_path: Path, family: str) -> None:
+    """Rows with images, with several and without any in a step, of a tower that trains; every sync is verified."""
+    for script, more in (("make_data.py", []), ("make_model.py", ["--model", family])):
+        job = start_job([sys.executable, str(EXAMPLE / script), "--out", "made", *more], tmp_path)
+        assert job.process.wait(TIMEOUT_S) == 0, job.stderr
+    rows = pq.read_table(tmp_path / "made" / "rl_train.parquet").slice(0, 48).to_pylist()
+    for row in rows[::3]:
+        row["images"], row["prompt"] = None, [{"role": "user", "content": "Which color?"}]
+    for row, other in zip(rows[1::3], rows[2::3], strict=True):
+        row["images"] = row["images"] + other["images"]
+        row["prompt"] = [{"role": "user", "content": "<image>Which<image> shape?"}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "mixed.parquet")
+    # An untrained model is seldom right. The function gets the images of the row.
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return {'score': len(solution_str) / 10, 'images': len(extra_info['images'])}\n"
+    )
+    run_dir = tmp_path / "run"
+    arguments = ["--config-dir", str(EXAMPLE), "--config-name", "grpo", "data.train_batch_size=12"]
+    arguments += [f"data.{name}_files={tmp_path / 'mixed.parquet'}" for name in ("train", "val")]
+    arguments += [f"actor_rollout_ref.model.path={tmp_path / 'made'}", f"trainer.default_local_dir={run_dir}"]
+    arguments += [
+        f"custom_reward_function.path={tmp_path / 'reward.py'}",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=6",
+    ]
+    arguments += ["actor_rollout_ref.rollout.n=2", "actor_rollout_ref.rollout.verify_weights_every=1"]
+    arguments.append("custom_reward_function.with_images=true")
+    arguments += [
+        "actor_rollout_ref.actor.optim.lr=1e-2",
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.test_freq=1",
+    ]
+    arguments += ["trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1"]
+    finished = kept.train(arguments)
+    assert finished.code == 0, finished.tail()
+    steps = Record.read(run_dir).final
+    for step in range(1, STEPS + 1):
+        assert steps[step]["training/rollout_probs_diff_max"] < 1e-5
+        assert steps[step]["actor/grad_norm"] > 0
+    table = json.loads((run_dir / "tables" / "val" / "generations" / f"step_{STEPS}.json").read_text())
+    images = [table["columns"].index(f"image/{number}") for number in (0, 1)]
+    assert [[row[place] for place in images] for row in table["data"][:3]] == [
+        ["", ""],
+        ["<image>"] * 2,
+        ["<image>", ""],
+    ]
+
+
+@pytest.mark.full
+def test_the_example_learns_what_nobody_knows_who_does_not_look(start_job: StartJob, tmp_path: Path) -> None:
+    """Its exit code says that transformers scored the merged model as the trainer's last validation did."""
+    job = start_job([sys.executable, str(EXAMPLE / "quickstart.py"), "--out", str(tmp_path / "out")], tmp_path)
+    assert job.finish(TIMEOUT_S) == 0, job.tail()
+    after_sft, after_rl = re.findall(r"after SFT ([\d.]+)\s+after RL ([\d.]+)", job.stdout)
+    (seen_before, seen), (_, blank) = (tuple(map(float, scores)) for scores in (after_sft, after_rl))
+    assert seen > max(seen_before, 0.75) and blank < 0.5, job.tail()

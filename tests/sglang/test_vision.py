@@ -1,0 +1,194 @@
+"""Prompts with pictures on SGLang: the answers of transformers, after a change of the tower too."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from scalerl.config.schema import DataConfig
+from scalerl.data import PromptRow, load_tokenizer
+from scalerl.data.pictures import Picture, PictureProcessor, load_processor
+from scalerl.rollout.program import Observation, Sample, Servers, Tools, Trajectory
+from scalerl.rollout.samples import SampleRequest, make_samples
+from scalerl.rollout.servers.checksums import checksum_differences
+from scalerl.rollout.servers.client import GenerateRequest, RolloutError, SamplingParams
+from scalerl.rollout.servers.requests import ABORTED
+from tests.pictures import content, noise, write_processor
+from tests.served_weights import expected_checksums
+from tests.sglang.conftest import Engine
+from tests.tiny_vision import IMAGE, load_tiny_vision_model, make_tiny_vision_model
+
+MARK = f"<|vision_start|>{IMAGE}<|vision_end|>"
+GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True)
+TEXTS = {"no picture": "hi", "one": f"hi {MARK} what", "two": f"a {MARK} b {MARK} c"}
+PICTURES = {"no picture": [], "one": [0], "two": [0, 1]}
+
+
+@dataclass
+class Model:
+    path: Path
+    family: str
+    processor: PictureProcessor
+    hf: PreTrainedModel
+
+    def pictures(self, numbers: Sequence[int]) -> list[Picture]:
+        images = [noise(1, 84, 56), noise(2, 60, 130), noise(3, 56, 84)]
+        return [self.processor.read(content(images[number])) for number in numbers]
+
+    def request(self, name: str, n: int = 1, sampling: SamplingParams = GREEDY) -> GenerateRequest:
+        pictures = self.pictures(PICTURES[name])
+        ids = Tools(load_tokenizer(self.path), 0).encode(TEXTS[name], pictures)
+        return GenerateRequest(name, ids, n, sampling, list(range(n)), pictures=tuple(pictures))
+
+    @torch.no_grad()
+    def logprobs(self, ids: list[int], pictures: Sequence[Picture]) -> Tensor:
+        """[len(ids), V] of one forward pass of transformers."""
+        return self.hf.lm_head(self.hidden(ids, pictures)).float().log_softmax(-1)
+
+    @torch.no_grad()
+    def hidden(self, ids: list[int], pictures: Sequence[Picture]) -> Tensor:
+        """[len(ids), hidden size]: what the head takes."""
+        inputs = {"input_ids": torch.tensor([ids])}
+        inputs["mm_token_type_ids"] = (inputs["input_ids"] == self.processor.vision.image_token_id).int()
+        if pictures:
+            inputs["pixel_values"] = torch.cat([torch.from_numpy(picture.pixel_values) for picture in pictures])
+            inputs["image_grid_thw"] = torch.tensor([picture.grid_thw for picture in pictures])
+        return self.hf.model(**inputs, use_cache=False).last_hidden_state[0]
+
+    def check(self, request: GenerateRequest, output_ids: list[int], logprobs: list[float]) -> None:
+        rows = self.logprobs(request.input_ids + output_ids, request.pictures)[len(request.input_ids) - 1 : -1]
+        assert output_ids == rows.argmax(-1).tolist()
+        expected = rows.gather(1, torch.tensor(output_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.full)])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    path = make_tiny_vision_model(tmp_path_factory.mktemp("model"), request.param, num_layers=3)
+    write_processor(path, request.param)
+    processor = load_processor(path, DataConfig())
+    assert processor is not None
+    return Model(path, request.param, processor, load_tiny_vision_model(path, request.param).eval())
+
+
+@pytest.fixture(scope="module")
+def engine(model: Model, start_engine: Callable[..., Engine]) -> Engine:
+    return start_engine("sglang", model.path, synced=True)
+
+
+def test_answers_are_those_of_transformers(model: Model, engine: Engine) -> None:
+    """Whole ones, several of a prompt, and one that goes on after an interruption."""
+    requests = [model.request("no picture"), model.request("one"), model.request("two", n=2)]
+    outputs = engine.generate(requests)
+    assert [output.finish_reason for output in outputs] == ["length"] * 4
+    for request, output in zip([*requests, requests[2]], outputs, strict=True):
+        model.check(request, output.output_ids, output.logprobs)
+    whole = outputs[-1]
+    begun = replace(
+        whole, output_ids=whole.output_ids[:5], logprobs=whole.logprobs[:5], finish_reason=ABORTED, version_spans=()
+    )
+    (again,) = engine.generate([replace(requests[2], n=1, seeds=[1], progress=(begun,))])
+    assert again.output_ids == whole.output_ids
+    torch.testing.assert_close(torch.tensor(again.logprobs), torch.tensor(whole.logprobs), rtol=0, atol=1e-5)
+    # The same tokens, and another picture of the same size.
+    other = replace(requests[1], request_id="other", pictures=tuple(model.pictures([2])))
+    (output,) = engine.generate([other])
+    model.check(other, output.output_ids, output.logprobs)
+
+
+def test_pictures_that_a_server_counts_otherwise_are_an_error(model: Model, engine: Engine) -> None:
+    """And such whose placeholders are not there reach no server, which might never answer."""
+    request = model.request("one")
+    (picture,) = request.pictures
+    ids = Tools(load_tokenizer(model.path), 0).encode(TEXTS["one"], [replace(picture, num_tokens=7)])
+    wrong = replace(request, input_ids=ids, pictures=(replace(picture, num_tokens=7),))
+    with pytest.raises(RolloutError, match=r"'one' sample 0: the server made \d+ tokens of a prompt with pictures"):
+        engine.generate([wrong])
+    with pytest.raises(ValueError, match=r"request 'one': (7 placeholders for picture 0|1 placeholders more)"):
+        engine.generate([replace(request, input_ids=ids)])
+
+
+def test_a_new_tower_answers_for_pictures_that_the_server_has_seen(model: Model, engine: Engine) -> None:
+    request = model.request("two")
+    (before,) = engine.generate([request])
+    weights = load_file(model.path / "model.safetensors")
+    torch.manual_seed(3)
+    towers = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in weights.items() if "visual" in name}
+    assert towers
+    save_file(weights | towers, model.path / "model.safetensors", metadata={"format": "pt"})
+    old, model.hf = model.hf, load_tiny_vision_model(model.path, model.family).eval()
+    try:
+        engine.load(sorted((weights | towers).items()), policy_version=1)
+        config = json.loads((model.path / "config.json").read_text())
+        expected = expected_checksums(sorted((weights | towers).items()), config, 1, "sglang")
+        assert not checksum_differences(expected, engine.client.checksums())
+        (after,) = engine.generate([replace(request, request_id="again")])
+        assert after.policy_version == 1 and after.output_ids != before.output_ids
+        model.check(request, after.output_ids, after.logprobs)
+    finally:
+        engine.load(sorted(weights.items()), policy_version=0)
+        save_file(weights, model.path / "model.safetensors", metadata={"format": "pt"})
+        model.hf = old
+
+
+def test_programs_show_pictures_and_a_sampled_placeholder_ends_the_sample(model: Model, engine: Engine) -> None:
+    """A picture in a later turn is seen; a policy that says the placeholder itself gets no picture for it."""
+    shown = content(noise(4, 56, 56))
+
+    async def look_twice(prompt: PromptRow, servers: Servers, tools: Tools) -> Trajectory:
+        trajectory = servers.begin()
+        await servers.generate(trajectory, max_new_tokens=3)
+        picture = await tools.picture(shown)
+        trajectory.observe(tools.encode(f"look {MARK}", [picture]), [picture])
+        await servers.generate(trajectory, max_new_tokens=4)
+        return trajectory
+
+    def run(n: int, sampling: SamplingParams) -> list[Sample]:
+        begun = model.request("one")
+        row = PromptRow(0, begun.input_ids, len(begun.input_ids), "d", "", {}, [], "rule")
+        samples: list[Sample] = []
+
+        async def go() -> None:
+            pictures = asyncio.ensure_future(asyncio.sleep(0, list(begun.pictures)))
+            requests = [SampleRequest(0, i, row, sampling, i, pictures=pictures) for i in range(n)]
+            tokenizer = load_tokenizer(model.path)
+            await make_samples(
+                [engine.client], requests, look_twice, tokenizer, samples.append, processor=model.processor
+            )
+
+        asyncio.run(go())
+        return samples
+
+    (sample,) = run(1, replace(GREEDY, max_new_tokens=40))
+    (trajectory,) = sample.trajectories
+    assert [len(turn.output_ids) for turn in trajectory.turns] == [3, 4] and len(trajectory.pictures) == 2
+    assert isinstance(trajectory.parts[1], Observation)
+    ids = trajectory.prompt_ids + trajectory.token_ids
+    rows = model.logprobs(ids, trajectory.pictures)[len(trajectory.prompt_ids) - 1 : -1]
+    mask = torch.tensor(trajectory.response_mask)
+    expected = rows.gather(1, torch.tensor(trajectory.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(trajectory.logprobs)[mask], expected[mask], rtol=0, atol=1e-5)
+
+    # A head that says it first of all.
+    placeholder = model.processor.vision.image_token_id
+    weights = load_file(model.path / "model.safetensors")
+    direction = model.hidden(trajectory.prompt_ids, trajectory.pictures[:1])[-1]
+    head = -direction.expand(len(weights["lm_head.weight"]), -1).clone()
+    head[placeholder] = direction
+    engine.load(sorted((weights | {"lm_head.weight": head}).items()), policy_version=1)
+    try:
+        (sample,) = run(1, replace(GREEDY, max_new_tokens=40, ignore_eos=False, stop_token_ids=(placeholder,)))
+    finally:
+        engine.load(sorted(weights.items()), policy_version=0)
+    (trajectory,) = sample.trajectories
+    assert trajectory.token_ids == [placeholder] and trajectory.response_mask == [True]
+    assert len(trajectory.pictures) == 1 and trajectory.finish_reason == "length"
