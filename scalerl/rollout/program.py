@@ -390,7 +390,8 @@ async def attempt_program(
             other_s = max(0.0, time.monotonic() - began - servers.model_s)
             return replace(sample, model_s=servers.model_s, other_s=other_s, spans=servers.spans)
         servers.begin_again()
-    return Sample(servers.uid, servers.sample_index, [servers.begin()], f"{ENVIRONMENT}{why}")
+    nothing = [servers.begin()]
+    return Sample(servers.uid, servers.sample_index, nothing, f"{ENVIRONMENT}{why}", spans=servers.spans)
 
 
 def _wrongs(returned: Any, trajectories: Sequence[Any], servers: Servers) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,10 +21,10 @@ from scalerl.extras.plan.servers import ServerBytes
 from scalerl.extras.plan.shapes import shapes_of
 from scalerl.models import ModelShape
 from scalerl.models.flops import flops_shape
+from scalerl.tracking.jsonl import METRICS, read_metrics
 
 # The file of rates, in the run's directory.
 HARDWARE_FILE = "hardware.yaml"
-METRICS_FILE = "metrics.jsonl"
 # The first steps compile, allocate and fill caches.
 _WARM_UP = 2
 _ROUNDS = 30
@@ -90,15 +89,15 @@ class MeasuredRun:
     @classmethod
     def read(cls, run_dir: Path) -> MeasuredRun:
         """Reads trainer.default_local_dir of a run.  Raises UserError where there is none, or one of too few steps."""
-        config_file, metrics_file = run_dir / RESOLVED_CONFIG, run_dir / METRICS_FILE
+        config_file, metrics_file = run_dir / RESOLVED_CONFIG, run_dir / METRICS
         missing = [file.name for file in (config_file, metrics_file) if not file.is_file()]
         if missing:
             raise UserError(
                 f"--calibrate {run_dir}: has no {' and no '.join(missing)}; give trainer.default_local_dir of a run of "
                 "scalerl train with trainer.logger=[file]"
             )
-        lines = [json.loads(line)["data"] for line in metrics_file.read_text(encoding="utf-8").splitlines()]
-        steps = [data for data in lines if "timing_s/step" in data][_WARM_UP:]
+        rows = read_metrics(run_dir).values()
+        steps = [row for row in rows if "timing_s/step" in row][_WARM_UP:]
         if not steps:
             raise UserError(f"--calibrate {run_dir}: needs {_WARM_UP + 1} steps or more; train longer")
         config = composed(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from statistics import median
+from typing import TYPE_CHECKING
 
 from scalerl.base.files import GIB
 from scalerl.config import PPOConfig, compose
@@ -11,6 +13,11 @@ from scalerl.config.save import RESOLVED_CONFIG
 from scalerl.extras.report.charts import Figure, bars
 from scalerl.extras.report.run_files import RunFiles
 
+if TYPE_CHECKING:
+    from scalerl.extras.plan.plan import MemoryPlan
+    from scalerl.models import ModelShape
+
+_LENGTHS = (("prompt_length", "mean"), ("response_length", "mean"), ("response_length", "max"))
 # Part of a step -> phases of the plan that it has.
 PHASES_OF = {
     "old_log_prob": ("actor log-probs",),
@@ -28,39 +35,62 @@ _OF_OTHERS = ("process", "server weights", "KV cache", "server's rest", "delta n
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan of a run.  memory_gib: phase -> of a trainer's rank.  step_s: predicted; None: it is not.
+    """The plan of a run.  memory_gib: phase -> of a trainer's rank.  why_not: why there is no plan.
 
-    why_not: why there is no plan.
+    seconds: part of a step -> predicted; {}: for a device whose rates are not known.  device: of these rates.
     """
 
-    memory_gib: dict[str, float]
-    step_s: float | None = None
+    memory_gib: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    device: str = ""
     why_not: str = ""
 
 
 def planned(run: RunFiles) -> Planned:
     """Plans the run by its saved configuration and the config.json of its models, as far as these are there."""
     from scalerl.extras.plan.check import checked_plan, known_memory
-    from scalerl.extras.plan.command import shapes_of
-    from scalerl.extras.plan.seconds import predicted_seconds
+    from scalerl.extras.plan.shapes import shapes_of
 
     kind = "ppo" if "actor_rollout_ref" in run.config else "sft"
     at = ["--config-dir", str(run.directory.absolute()), "--config-name", RESOLVED_CONFIG.partition(".")[0]]
     try:
         cfg = compose(kind, at, rules=False)
-        on_cpu = cfg.trainer.device == "cpu"
         shapes = shapes_of(cfg)
+        on_cpu = cfg.trainer.device == "cpu"
         plan, _ = checked_plan(cfg, shapes, known_memory(cfg.trainer, "cpu"), on_cpu=on_cpu)
-        has_seconds = isinstance(cfg, PPOConfig) and not on_cpu and plan.concurrency
-        step_s = predicted_seconds(cfg, shapes, plan) if isinstance(cfg, PPOConfig) and has_seconds else None
+        device, seconds = predicted(run, cfg, shapes, plan) if isinstance(cfg, PPOConfig) else ("", {})
     except (ValueError, OSError) as error:
-        return Planned({}, why_not=str(error).strip().splitlines()[0])
+        return Planned(why_not=str(error).strip().splitlines()[0])
     memory: dict[str, float] = {}
-    for device in plan.devices:
-        for phase in device.phases:
+    for of_device in plan.devices:
+        for phase in of_device.phases:
             own = sum(size for name, size in phase.parts.items() if not name.endswith(_OF_OTHERS))
             memory[phase.name] = max(memory.get(phase.name, 0.0), own / GIB)
-    return Planned(memory, step_s)
+    return Planned(memory, seconds, device)
+
+
+def predicted(
+    run: RunFiles, cfg: PPOConfig, shapes: Mapping[str, ModelShape], plan: MemoryPlan
+) -> tuple[str, dict[str, float]]:
+    """The device, and the predicted seconds of each part of a step of the lengths that the run's samples had.
+
+    The rates are those that `scalerl plan --calibrate` has written for the run, else those of the named device.
+    """
+    from scalerl.extras.plan.calibrate import HARDWARE_FILE
+    from scalerl.extras.plan.hardware import hardware_of, read_hardware
+    from scalerl.extras.plan.lengths import Lengths
+    from scalerl.extras.plan.seconds import step_seconds
+
+    own = run.directory / HARDWARE_FILE
+    # Of a device that is not known neither the rates are, nor the KV cache.
+    is_known = own.is_file() or (cfg.trainer.device != "cpu" and bool(plan.concurrency))
+    lengths = [run.series(f"{name}/{kind}")[1] for name, kind in _LENGTHS]
+    if plan.server is None or not is_known or not all(lengths):
+        return "", {}
+    hardware = read_hardware(own) if own.is_file() else hardware_of(cfg.trainer.device_memory)
+    prompt, mean, longest = map(median, lengths)
+    step = step_seconds(cfg, shapes, plan.server, hardware, Lengths(prompt, mean, max(1, round(longest))))
+    return hardware.name, {name: step.seconds(name) for name in step.phases}
 
 
 def memory_figure(run: RunFiles, plan: Planned) -> Figure | None:
@@ -87,9 +117,12 @@ def said_of_memory(run: RunFiles, plan: Planned) -> list[str]:
     return said
 
 
-def said_of_seconds(run: RunFiles, plan: Planned) -> list[str]:
-    """The seconds of a step, measured and predicted."""
-    if plan.step_s is None or not run.trained:
-        return []
-    took = median(run.steps[step]["timing_s/step"] for step in run.trained)
-    return [f"A step took {took:.1f} s (median); {plan.step_s:.1f} s are predicted on H100s."]
+def seconds_figure(run: RunFiles, plan: Planned) -> Figure | None:
+    """The seconds of each part of a step, measured (the median) and predicted; None where none are predicted."""
+    medians = {name: median(run.series(f"timing_s/{name}")[1]) for name in plan.seconds if run.keys(f"timing_s/{name}")}
+    if not medians:
+        return None
+    of_plan = {name: plan.seconds[name] for name in medians}
+    return bars(
+        f"Seconds of a step, and what is predicted of {plan.device}", "s", {"measured": medians, "planned": of_plan}
+    )

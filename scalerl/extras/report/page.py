@@ -143,7 +143,7 @@ def sections(run: RunFiles, other: RunFiles | None) -> list[Section]:
         Section("Does it learn?", [], drawn(charts.LEARNING)),
         Section("Is it stable?", [], drawn(charts.STABILITY)),
         Section("Where does the time of a step go?", [], _there(phases), tall=True),
-        Section("How fast is it?", against_plan.said_of_seconds(run, plan), drawn(charts.TIME)),
+        Section("How fast is it?", [], drawn(charts.TIME) + _there([against_plan.seconds_figure(run, plan)])),
         *timelines(run),
         Section("Packing and padding", [], drawn(charts.PACKING)),
         Section(

@@ -127,6 +127,10 @@ def _of_sample(who: str, spans: Sequence[Span]) -> str:
     }
     took_s = max(span.end_s for span in spans) - min(span.begin_s for span in spans)
     shown = [f"{sum(span.seconds for span in mine):.2f} s {name}" for name, mine in parts.items() if mine]
+    inside = [span for span in spans if span.what != PROGRAM]
+    own_s = sum(span.seconds - _covered(inside, span.begin_s, span.end_s) for span in spans if span.what == PROGRAM)
+    # Of an agent all that it does between its requests.
+    shown += [f"{own_s:.2f} s in its program alone"] if own_s >= 0.005 else []
     return f"All waited for {who} at the end: it took {took_s:.2f} s, {', '.join(shown)}."
 
 

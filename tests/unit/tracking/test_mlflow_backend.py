@@ -88,6 +88,7 @@ def test_resume_continues_the_same_run(run_dir):
     run_id = first.run_id
     for step in (1, 2, 3):
         first.log({"x": step}, step)
+    first.tag("alarm.kl", "2")
     first.finish("FAILED")
     resumed: dict[str, Any] = {"run_dir": run_dir, "run_id": run_id, "resumed_from": 3}
     second = Tracking("p", "e", "mlflow", {"lr": 2.0, "seed": 7, "new": 1}, **resumed)
@@ -100,6 +101,7 @@ def test_resume_continues_the_same_run(run_dir):
     assert run.info.status == "FINISHED"
     # MLflow refuses a second value for a param: the change is a tag, and the run goes on.
     assert run.data.params == {"lr": "1.0", "seed": "7", "new": "1"}
+    assert run.data.tags["alarm.kl"] == "2"
     assert run.data.tags["changed.lr"] == "2.0" and "changed.seed" not in run.data.tags
     assert len(client(run_dir).search_runs([run.info.experiment_id])) == 1
 

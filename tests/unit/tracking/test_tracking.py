@@ -9,6 +9,7 @@ import torch
 
 from scalerl.tracking import Tracking, backend_names
 from scalerl.tracking.metrics import Metric
+from scalerl.tracking.timeline import Span
 from tests.filesystems import mounted
 
 
@@ -83,6 +84,24 @@ def test_lines_that_a_full_disk_refuses_are_written_when_it_has_room(tmp_path, c
         lines = jsonl(run_dir)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert [len(line["data"]) for line in lines] == [1, 1000, 1000, 1]
+
+
+def test_the_timeline_of_a_run_is_in_its_files_alone(tmp_path, capsys):
+    """In the order of the spans; a resumed run says from where, as in metrics.jsonl."""
+    spans = [Span("driver", "adv", 2.0, 3.00004), Span("sample 0.0", "turn", 1.0, 2.0, {"tokens": 3})]
+    for resumed_from in (0, 1):
+        with Tracking("p", "e", ["console", "file"], run_dir=tmp_path, resumed_from=resumed_from) as tracking:
+            assert tracking.has_timeline
+            tracking.log_timeline(spans, resumed_from + 1)
+    lines = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
+    assert [line.get("step", line) for line in lines] == [1, {"resumed_from": 1}, 2]
+    assert lines[0]["spans"] == [["sample 0.0", "turn", 1.0, 2.0, {"tokens": 3}], ["driver", "adv", 2.0, 3.0, {}]]
+    assert Span(*lines[0]["spans"][0]) == spans[1]
+    with Tracking("p", "e", "console", run_dir=tmp_path / "other") as tracking:
+        tracking.log_timeline(spans, 1)
+        tracking.tag("alarm.kl", "1")
+        assert not tracking.has_timeline
+    assert list((tmp_path / "other").iterdir()) == [] and capsys.readouterr().out == ""
 
 
 def test_log_reaches_the_named_backends_only(tmp_path, capsys):

@@ -238,6 +238,8 @@ def test_rates_of_a_directory(device: str, tmp_path: Path, capsys: pytest.Captur
     (run / "metrics.jsonl").write_text("\n".join(lines[:2]) + "\n")
     with pytest.raises(UserError, match="needs 3 steps or more"):
         main(["--calibrate", str(run)])
+    # The last two steps once more, after a resume.
+    lines += [json.dumps({"resumed_from": 3}), *lines[4:]]
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert main(["--calibrate", str(run)]) == 0
     assert "hardware.yaml" in capsys.readouterr().out

@@ -120,7 +120,7 @@ def test_who_waited_is_said_in_words() -> None:
         "The trainer's ranks computed in 35% of the step (30% to 40%).",
         "The servers generated in 50% of the step.",
         "All waited for sample 3.1 at the end: it took 6.00 s, 3.00 s in 2 turns of the policy, 1.00 s in line for a "
-        "server, 1.00 s in tools, 0.50 s in its reward.",
+        "server, 1.00 s in tools, 0.50 s in its reward, 0.50 s in its program alone.",
     ]
     figure = who_waited.timeline_figure(spans, "t")
     rows = figure["layout"]["yaxis"]["categoryarray"]

@@ -47,6 +47,16 @@ def test_an_inner_part_is_named_by_its_outer_and_not_counted_twice(clock):
     assert timers.pop() == {"gen/reward/sandbox": 1, "gen/reward": 6, "gen": 8, "untimed": 0, "step": 8}
 
 
+def test_the_timeline_has_the_parts_that_are_in_no_other(clock):
+    timers = Timers(clock)
+    with timers("step"), timers("gen"), timers("reward"):
+        pass
+    with pytest.raises(KeyError), timers("testing"):
+        raise KeyError
+    assert [(span.who, span.what) for span in timers.spans.pop()] == [("driver", "gen"), ("driver", "testing")]
+    assert timers.spans.pop() == []
+
+
 def test_a_part_outside_the_step_is_added_to_it(clock):
     timers = Timers(clock)
     with timers("step"), timers("gen"):
