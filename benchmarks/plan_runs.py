@@ -1,8 +1,8 @@
 """Runs of this machine against the plan: rates are read from one run, and another run's phases are predicted.
 
-python benchmarks/plan_runs.py                # the quickstart's model and 60 million parameters, each on two layouts
+python benchmarks/plan_runs.py
 
-Each pair is a run with tensor parallelism, from which `scalerl plan --calibrate` reads the rates, and one of the same
+Each pair is a run with tensor parallelism, whose rates `scalerl plan --calibrate RUN` would read, and one of the same
 model on two data-parallel ranks with other batches and lengths. The last comparison takes the quickstart's rates for
 the large model.
 """
