@@ -14,8 +14,13 @@ import pytest
 from tests.e2e.conftest import StartJob
 from tests.e2e.jobs import Record
 from tests.e2e.kept import Kept
+from tests.pictures import content, noise, write_processor
+from tests.tiny_vision import make_tiny_vision_model
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "vision"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "vision"
+# The arguments of verl's script for geo3k, one a line.
+GEO3K = ROOT / "tests/unit/extras/verl/commands/geo3k_qwen2_5_vl_7b.txt"
 TIMEOUT_S = 1800
 STEPS = 3
 
@@ -78,3 +83,25 @@ def test_the_example_learns_what_nobody_knows_who_does_not_look(start_job: Start
     after_sft, after_rl = re.findall(r"after SFT ([\d.]+)\s+after RL ([\d.]+)", job.stdout)
     (seen_before, seen), (_, blank) = (tuple(map(float, scores)) for scores in (after_sft, after_rl))
     assert seen > max(seen_before, 0.75) and blank < 0.5, job.tail()
+
+
+def test_a_launch_script_of_verl_may_start(kept: Kept, tmp_path: Path) -> None:
+    """As it is, but for the places of model and data, the devices, its tracker, and the tiny model's positions."""
+    model = make_tiny_vision_model(tmp_path / "model", "qwen2_5_vl")
+    write_processor(model, "qwen2_5_vl")
+    row = {
+        "data_source": "hiyouga/geometry3k",
+        "prompt": [{"role": "user", "content": "<image>Find x."}],
+        "images": [{"bytes": content(noise(1, 84, 56)), "path": None}],
+        "ability": "math",
+        "reward_model": {"ground_truth": "3", "style": "rule"},
+        "extra_info": {"split": "train", "index": 0, "answer": "3", "question": "Find x."},
+    }
+    pq.write_table(pa.Table.from_pylist([row] * 512), tmp_path / "geo3k.parquet")
+    arguments = GEO3K.read_text(encoding="utf-8").splitlines()
+    arguments += [f"data.{name}_files={tmp_path / 'geo3k.parquet'}" for name in ("train", "val")]
+    arguments += [f"actor_rollout_ref.model.path={model}", f"trainer.default_local_dir={tmp_path / 'run'}"]
+    arguments += ["data.max_response_length=1024", "trainer.logger=[console]", "trainer.device=cpu"]
+    finished = kept.train([*arguments, "--dry-run"])
+    assert finished.code == 0, finished.tail()
+    assert "actor_rollout_ref.model.freeze_vision_tower=true" in finished.stdout
