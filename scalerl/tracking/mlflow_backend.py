@@ -122,7 +122,7 @@ class MlflowBackend:
         self._submit(record | ({"images": images} if images else {}))
 
     def tag(self, name: str, value: str) -> None:
-        """Sets a tag of the run."""
+        """Sets a tag of the run, unless the run has it: a resumed run may say it again."""
         self._submit({"kind": "tag", "name": metric_name(name), "value": value})
 
     def finish(self, status: str) -> None:

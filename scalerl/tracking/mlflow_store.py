@@ -115,7 +115,8 @@ def send(client: MlflowClient, run_id: str, record: Record) -> None:
         client.log_dict(run_id, record["table"], record["file"])
         _list_table(client, run_id, record["file"])
     elif record["kind"] == "tag":
-        client.set_tag(run_id, record["name"], record["value"])
+        if record["name"] not in client.get_run(run_id).data.tags:
+            client.set_tag(run_id, record["name"], record["value"])
     elif record["kind"] == "status":
         client.set_terminated(run_id, status=record["status"])
     # Opens the run again for the process that recorded it, whose end is a later record.

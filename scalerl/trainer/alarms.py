@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from scalerl.config import PPOConfig
 
@@ -128,7 +127,10 @@ def _shares(metrics: Mapping[str, float], num_samples: int) -> dict[str, float]:
 
 @dataclass
 class Alarms:
-    """The alarms of a run so far.  first_steps: name of an alarm -> the step that raised it first."""
+    """The alarms of this process so far; a resumed run says again what it meets again.
+
+    first_steps: name of an alarm -> the step that raised it first.
+    """
 
     first_steps: dict[str, int] = field(default_factory=dict)
 
@@ -137,9 +139,3 @@ class Alarms:
         num_samples = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
         alarms = raised(metrics, vars(config.trainer.alarms), num_samples)
         return [alarm for alarm in alarms if self.first_steps.setdefault(alarm.name, step) == step]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"first_steps": dict(self.first_steps)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.first_steps = dict(state["first_steps"])

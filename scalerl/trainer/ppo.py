@@ -247,7 +247,7 @@ def validate_in_time(run: Run) -> dict[str, float]:
 def state_to_save(run: Run) -> dict[str, Any]:
     """The state that a checkpoint holds beside the models.
 
-    It is prompts, samples in flight, weight of the KL, MLflow run, the driver's random states, and the alarms so far.
+    It is prompts, samples in flight, weight of the KL, MLflow run, and the driver's random states.
     """
     return {
         "prompts": run.samples.prompts.state_dict(),
@@ -255,7 +255,6 @@ def state_to_save(run: Run) -> dict[str, Any]:
         "kl_ctrl": None if run.kl is None else run.kl.state_dict(),
         "mlflow_run_id": run.tracker.run_id,
         "random": generator_states(),
-        "alarms": run.alarms.state_dict(),
     }
 
 
@@ -296,8 +295,6 @@ def load(run: Run, resumed: checkpoints.Resumed) -> None:
     # The run may have started without a KL controller.
     if run.kl is not None and (kl := resumed.state.get("kl_ctrl")):
         run.kl.load_state_dict(kl)
-    # A checkpoint of an earlier version has neither.
+    # A checkpoint of an earlier version has none.
     restore_generators(resumed.state.get("random", {}))
-    if alarms := resumed.state.get("alarms"):
-        run.alarms.load_state_dict(alarms)
     run.step, run.saves.latest = resumed.step, resumed.directory

@@ -36,7 +36,7 @@ def changes(pair: Pair, prefix: str) -> list[Change]:
 
     def with_metric(key: str) -> Callable[[], None]:
         changed = json.dumps(logged | {"data": logged["data"] | {key: 0.5}})
-        return lambda: _write(metrics, b"\n".join([*others, changed.encode()]))
+        return lambda: _write(metrics, b"".join(line + b"\n" for line in [*others, changed.encode()]))
 
     def other_state() -> None:
         changed = json.loads(state.read_bytes())
@@ -62,7 +62,7 @@ def changes(pair: Pair, prefix: str) -> list[Change]:
     return [
         Change(metrics, with_metric(grad_norm), f"metrics: step {last}: {grad_norm} {values[grad_norm]!r}, 0.5"),
         Change(metrics, with_metric(lr), f"learning rates: step {last}: {lr} {values[lr]!r}, 0.5"),
-        Change(metrics, lambda: _write(metrics, others[0]), "steps: logged steps are [1]"),
+        Change(metrics, lambda: _write(metrics, others[0] + b"\n"), "steps: logged steps are [1]"),
         Change(state, other_state, "state of the run: prompts.position: "),
         Change(common, one_more_update, "actor: number of updates: num_updates: "),
         Change(random, other_random_state, "random states: actor/rng/rank_0.safetensors: "),

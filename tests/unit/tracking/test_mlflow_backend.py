@@ -95,6 +95,8 @@ def test_resume_continues_the_same_run(run_dir):
     assert second.run_id == run_id
     assert client(run_dir).get_run(run_id).info.status == "RUNNING"
     second.log({"x": 40}, 4)
+    # An alarm's first step stays.
+    second.tag("alarm.kl", "4")
     second.finish()
     run = client(run_dir).get_run(run_id)
     assert history(run_dir, run_id) == [(1, 1), (2, 2), (3, 3), (4, 40)]
