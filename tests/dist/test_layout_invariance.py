@@ -307,7 +307,8 @@ IN_SMALL: dict[str, tuple[str, dict[str, int]]] = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_full(IN_SMALL, lambda name: name == "qwen3-30b-a3b-grpo-32"))
+@pytest.mark.full
+@pytest.mark.parametrize("name", IN_SMALL)
 def test_overlap_as_in_the_files_of_configs(
     models: Callable[[str], Path], one_process: Callable[[str], Outcome], tmp_path: Path, name: str
 ) -> None:

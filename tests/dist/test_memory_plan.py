@@ -228,9 +228,8 @@ def test_an_update_takes_what_is_planned(
         assert held <= most <= FORWARD_AT_MOST * held, rank
 
 
-@pytest.mark.parametrize(
-    ("family", "layout", "dtype", "mode"), mostly_full(WITH_ADAPTERS, lambda case: case == WITH_ADAPTERS[0])
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("family", "layout", "dtype", "mode"), WITH_ADAPTERS)
 def test_an_update_of_an_adapter_takes_what_is_planned(
     tmp_path_factory: pytest.TempPathFactory, family: str, layout: tuple[int, ...], dtype: str, mode: str
 ) -> None:

@@ -179,14 +179,8 @@ def test_256_agents_at_once_lose_and_double_nothing(inputs: Inputs, kept: Kept, 
         assert len({(row["uid"], row["sample_index"], row["trajectory_index"]) for row in rows}) == len(rows) == 512
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        # Another conversation of the first is trained by the tests above.
-        pytest.param(name, marks=[pytest.mark.full] if name == "agent" else [])
-        for name in re.findall(r"^(?:async )?def (\w+)\(base_url", PAGE, re.MULTILINE)
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", re.findall(r"^(?:async )?def (\w+)\(base_url", PAGE, re.MULTILINE))
 def test_the_agents_of_the_page_train(inputs: Inputs, kept: Kept, tmp_path: Path, name: str) -> None:
     (block,) = [block for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S) if f"def {name}(" in block]
     run_dir = train(inputs, kept, tmp_path, name, text=block)

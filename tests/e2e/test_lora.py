@@ -126,6 +126,7 @@ def test_a_run_goes_on_from_a_checkpoint(
     assert "has an adapter of rank 8 and alpha 16" in refused.stderr and "trains all weights" in refused.stderr
 
 
+@pytest.mark.full
 def test_fine_tuning_trains_an_adapter_and_goes_on(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     more = ["model.lora_rank=8", "optim.lr=0.01", f"trainer.total_training_steps={STEPS}", "trainer.save_freq=2"]

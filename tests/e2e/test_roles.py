@@ -18,7 +18,7 @@ from scalerl.models import value_model_config
 from tests.e2e.graded_reward import compute_score
 from tests.e2e.jobs import PROMPTS, SAMPLES, Inputs, Record, numbered, only, refused
 from tests.e2e.kept import Kept
-from tests.lanes import mostly_full
+from tests.lanes import full, mostly_full
 
 STEPS = 3
 GAE = ["algorithm.adv_estimator=gae", "algorithm.gamma=0.99", "algorithm.lam=0.9", "critic.optim.lr=1e-3"]
@@ -178,7 +178,8 @@ def transformers_scores(model_dir: Path, sequences: Sequence[list[int]]) -> list
 
 
 @pytest.mark.parametrize(
-    "pool", [["+layout=tp2"], ["reward_model.resource_pool.nnodes=1", "reward_model.resource_pool.n_gpus_per_node=2"]]
+    "pool",
+    [full(["+layout=tp2"]), ["reward_model.resource_pool.nnodes=1", "reward_model.resource_pool.n_gpus_per_node=2"]],
 )
 def test_a_reward_model_scores_its_prompts_and_no_others(
     inputs: Inputs, kept: Kept, reward_model: Path, mixed: dict[str, Path], tmp_path: Path, pool: list[str]

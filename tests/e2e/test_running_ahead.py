@@ -165,6 +165,7 @@ def test_dapo_drops_groups_that_teach_nothing_and_refills(inputs: Inputs, kept: 
     assert len(set(uids)) == steps * PROMPTS
 
 
+@pytest.mark.full
 def test_over_sampling_trains_the_groups_that_are_whole_first(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
     run_dir, steps = tmp_path / "run", 3
     arguments = inputs.overrides(

@@ -72,7 +72,7 @@ def served(model: Model, path: Path, named: list[tuple[str, Tensor]]) -> Model:
     pytest.param("qwen3_moe", 2, marks=[TWO_CORES, pytest.mark.full]),
     pytest.param("mixtral", 1, marks=pytest.mark.full),
     pytest.param("glm4_moe", 1, marks=pytest.mark.full),
-    ("deepseek_v3", 1),
+    pytest.param("deepseek_v3", 1, marks=pytest.mark.full),
     pytest.param("deepseek_v3", 2, marks=[TWO_CORES, pytest.mark.full]),
     pytest.param("qwen3_5_moe_text", 1, marks=pytest.mark.full),
 ])  # fmt: skip

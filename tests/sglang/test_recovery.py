@@ -95,7 +95,7 @@ def gone() -> RolloutClient:
     )
 
 
-@pytest.mark.parametrize(("has_other", "signum"), [(False, signal.SIGKILL), (True, signal.SIGSTOP)])
+@pytest.mark.parametrize(("has_other", "signum"), [full(False, signal.SIGKILL), (True, signal.SIGSTOP)])
 def test_a_server_that_dies_or_hangs_costs_no_sample(
     has_other: bool,
     signum: int,

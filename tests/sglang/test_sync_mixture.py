@@ -70,7 +70,7 @@ def test_every_family_that_is_said_to_be_known_is_here() -> None:
     pytest.param("qwen3_moe", 2, 2, marks=[TWO_CORES, pytest.mark.full]),
     pytest.param("mixtral", 2, 2, marks=[TWO_CORES, pytest.mark.full]),
     pytest.param("glm4_moe", 1, 1, marks=pytest.mark.full),
-    ("gpt_oss", 1, 1),
+    pytest.param("gpt_oss", 1, 1, marks=pytest.mark.full),
     pytest.param("gpt_oss", 2, 1, marks=[TWO_CORES, pytest.mark.full]),
     pytest.param("glm4_moe", 2, 2, marks=[TWO_CORES, pytest.mark.full]),
     pytest.param("minimax_m2", 1, 1, marks=pytest.mark.full),

@@ -168,6 +168,7 @@ def test_overlong_prompts_are_counted_with_their_images_and_never_cut(write, vis
             RLHFDataset(path, vision_tokenizer, DataConfig(max_prompt_length=limit, truncation=truncation), processor)
 
 
+@pytest.mark.full
 def test_several_processes_make_the_same_rows(write, vision_tokenizer, processor, make_row, monkeypatch):
     monkeypatch.setattr(files_module, "CHUNK_ROWS", 2)
     rows = [geo3k_row(make_row, [content(noise(seed, 28 * (seed + 1), 56))]) for seed in range(5)]
