@@ -3,7 +3,7 @@
     make quickstart
     python docs/make_report_screenshot.py outputs/quickstart/grpo [--out docs/images/report.png] [--browser PATH]
 
-Needs beside scalerl: `pip install 'scalerl[report]'`, and a Chromium (Debian: `apt-get install
+The script needs `pip install 'scalerl[report]'` and a Chromium (Debian: `apt-get install
 chromium-headless-shell`), which --browser names when it is not on the PATH. Two cuts of the page: its head with the
 first curves, and the timeline of a usual step.
 """

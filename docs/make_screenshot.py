@@ -6,7 +6,7 @@
 It reads what the run printed, starts the server by the last command in it that starts one, opens the link beside that
 command, closes the panel that MLflow opens on a first visit, and takes the top of the page as it is; below it the last
 table of generations, which is found under *Artifacts*, without the path of its file on this machine. The run had
-`mlflow` among its loggers, and `trainer.log_val_generations` above 0. Needs beside scalerl: `pip install playwright`,
+`mlflow` among its loggers, and `trainer.log_val_generations` above 0. The script needs `pip install playwright`,
 and a Chromium (Debian: `apt-get install chromium`), which --browser names when it is not on the PATH.
 """
 

@@ -26,7 +26,7 @@ class EngineTraits:
     answers_openai: its server has OpenAI's API too, so that `scalerl serve` can run it; the first such engine is taken.
     returns_experts: its servers say which experts their routers chose (algorithm.routing_replay).
     computes_in_fp8: it has kernels for weights of 8 bits (rollout.quantization).
-    loads_adapters: its servers compute with an adapter beside the model (model.lora_rank): no sync has to merge them.
+    loads_adapters: its servers add an adapter to what the model computes (model.lora_rank): no sync has to merge them.
     """
 
     spans_nodes: bool = False

@@ -118,8 +118,7 @@ def write_adapted(
         names = [name for name in dict.fromkeys(_place(family, hf, 0)[0] for hf in param.hf) if name not in placed]
         groups.append({name: TensorSpec(sizes[name], to) for name in names})
         placed.update(names)
-    groups += [{name: TensorSpec(tuple(other.get_shape()), other[:0].dtype)} for name, other in others.items()]
-    files_of = model_files(out_dir, [group for group in groups if group], max_shard_bytes)
+    files_of = model_files(out_dir, groups, max_shard_bytes, others)
     with HFWeights(base_dir) as base, files_of as files:
         source = _Source(checkpoint, keys, shape, base)
         calls = [
@@ -132,9 +131,7 @@ def write_adapted(
         own = [param for param in params if param.name in keys]
         copies = [Copy(keys[p.name], p.rows_of(shape), {hf: files[hf] for hf in p.hf}, dtype) for p in own]
         copy_all(checkpoint, copies, num_workers)
-        for name, other in others.items():
-            files[name].write(name, 0, other[:].contiguous())
-    return {name: spec for group in groups for name, spec in group.items()}
+    return {name: file.specs[name] for name, file in files.items()}
 
 
 class _Source:

@@ -244,16 +244,13 @@ def _write_tensors(
         # Of stacked experts the first brings the tensor of all.
         groups.append({name: TensorSpec(sizes[name], to) for name in names if name not in specs})
         specs |= groups[-1]
-    groups += [{name: TensorSpec(tuple(other.get_shape()), other[:0].dtype)} for name, other in others.items()]
-    with model_files(out_dir, [group for group in groups if group], max_shard_bytes) as files:
+    with model_files(out_dir, groups, max_shard_bytes, others) as files:
         wanted = [
             _copy(param, family, shape, keys[param.name], {name: files[name] for name in names}, to)
             for param, names, to in zip(params, names_of, dtypes, strict=True)
         ]
         copy_all(checkpoint, wanted, num_workers)
-        for name, other in others.items():
-            files[name].write(name, 0, other[:].contiguous())
-    return {name: spec for group in groups for name, spec in group.items()}
+    return {name: file.specs[name] for name, file in files.items()}
 
 
 def _stored_names(param: Param, family: Family, shape: ModelShape) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ import torch
 
 from scalerl.base.files import Writeback, flush, fsync, reserve
 from scalerl.checkpoint.pieces import TensorSpec, as_bytes
+from scalerl.models import LazyTensor
 from scalerl.models.block_scales import STORED_DTYPE
 from scalerl.models.weights import INDEX_NAME
 
@@ -32,7 +33,7 @@ class SafetensorsFile:
     """One file whose header is written first; numbers follow at their places, so none is kept in memory."""
 
     def __init__(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
-        self._specs = dict(specs)
+        self.specs = dict(specs)
         # Numbers of each tensor that are still to come.
         self._remaining = {name: prod(spec.shape) for name, spec in specs.items()}
         self._counting = threading.Lock()
@@ -54,7 +55,7 @@ class SafetensorsFile:
 
     def write(self, name: str, start: int, numbers: torch.Tensor) -> None:
         """Writes the tensor's numbers from number `start` on.  numbers: contiguous, of the tensor's dtype."""
-        spec = self._specs[name]
+        spec = self.specs[name]
         assert numbers.dtype == spec.dtype and start + numbers.numel() <= prod(spec.shape), (name, numbers.dtype)
         self._put(as_bytes(numbers), self._data_start + self._starts[name] + start * spec.dtype.itemsize)
         with self._counting:
@@ -95,12 +96,18 @@ def check_fits(key: str, numbers: torch.Tensor, stored: torch.dtype) -> None:
 
 @contextmanager
 def model_files(
-    directory: Path, groups: Sequence[Mapping[str, TensorSpec]], max_shard_bytes: int
+    directory: Path,
+    groups: Sequence[Mapping[str, TensorSpec]],
+    max_shard_bytes: int,
+    others: Mapping[str, LazyTensor] | None = None,
 ) -> Iterator[dict[str, SafetensorsFile]]:
     """Yields the open file of each tensor, by name, and writes the index of several files after the block.
 
-    groups: tensors by name that share a file, in their order.
+    groups: tensors by name that share a file, in their order.  others: are copied as they are, behind the groups.
     """
+    copied = others or {}
+    groups = [group for group in groups if group]
+    groups += [{name: TensorSpec(tuple(other.get_shape()), other[:0].dtype)} for name, other in copied.items()]
     plan = plan_files(groups, max_shard_bytes)
     files: dict[str, SafetensorsFile] = {}
     names: dict[str, str] = {}
@@ -111,6 +118,8 @@ def model_files(
             files |= dict.fromkeys(specs, stack.enter_context(SafetensorsFile(directory / name, specs)))
             names |= dict.fromkeys(specs, name)
         yield files
+        for name, other in copied.items():
+            files[name].write(name, 0, other[:].contiguous())
     if len(plan) > 1:
         write_safetensors_index(directory, names, {name: spec for group in groups for name, spec in group.items()})
 

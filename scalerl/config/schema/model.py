@@ -98,7 +98,7 @@ class LoraConfig:
     """How the servers get the policy's adapter."""
 
     # True: servers get weights with the adapter added, rounded to the servers' dtype. False: SGLang's servers get the
-    # adapter alone, beside the model; embedded servers, which compute in the trainer's dtype, get the sum in any case.
+    # adapter alone and read the model from its files; embedded servers always get the sum, in the trainer's dtype.
     merge: bool = False
 
 

@@ -52,7 +52,7 @@ _GROUPS: tuple[tuple[tuple[str, ...], dict[str, tuple[str, bool]]], ...] = (
     ),
     (("update_weights",), {"weights": ("sync_frac", True), "calls": ("sync_s", False)}),
 )
-# Assumed of a core, beside its products.
+# Assumed of a CPU core; only its rate of matrix products is measured.
 _CPU: dict[str, Any] = {
     "dense_frac": 0.45,
     "round_frac": 0.45,
