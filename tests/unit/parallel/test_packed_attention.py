@@ -33,10 +33,9 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[in
     return torch.stack(rows).view(start, NUM_HEADS * HEAD_DIM)
 
 
-@pytest.mark.parametrize(("lengths", "num_calls"), LENGTHS)
-def test_output_and_gradients_are_those_of_each_sequence_alone(
-    lengths: tuple[int, ...], num_calls: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sequences in each call of torch's attention."""
     attend, calls = F.scaled_dot_product_attention, []
 
     def counted(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -44,6 +43,13 @@ def test_output_and_gradients_are_those_of_each_sequence_alone(
         return attend(query, *args, **kwargs)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
+    return calls
+
+
+@pytest.mark.parametrize(("lengths", "num_calls"), LENGTHS)
+def test_output_and_gradients_are_those_of_each_sequence_alone(
+    lengths: tuple[int, ...], num_calls: int, calls: list[int]
+) -> None:
     draw = torch.Generator().manual_seed(0)
     states = [
         torch.randn(sum(lengths), heads, HEAD_DIM, generator=draw, dtype=torch.float64, requires_grad=True)
@@ -62,21 +68,18 @@ def test_output_and_gradients_are_those_of_each_sequence_alone(
 
 
 @pytest.mark.parametrize(("lengths", "num_calls"), [((4, 4, 4), 1), ((4, 2, 4, 1, 2, 4), 3), ((5,), 1)])
-def test_sequences_that_see_what_comes_after(
-    lengths: tuple[int, ...], num_calls: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sequences_that_see_what_comes_after(lengths: tuple[int, ...], num_calls: int, calls: list[int]) -> None:
     """As windows of a picture, of which those at its edges are smaller: a call for each length."""
-    attend, calls = F.scaled_dot_product_attention, []
-
-    def counted(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        calls.append(query.shape[0])
-        return attend(query, *args, **kwargs)
-
     draw = torch.Generator().manual_seed(0)
     states = [torch.randn(sum(lengths), NUM_HEADS, HEAD_DIM, generator=draw, dtype=torch.float64) for _ in range(3)]
     bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
     parts = zip(*(x.split(lengths) for x in states), strict=True)
-    expected = torch.cat([attend(*(x.transpose(0, 1) for x in part), scale=SCALE).transpose(0, 1) for part in parts])
-    monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
+    expected = torch.cat(
+        [
+            F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in part), scale=SCALE).transpose(0, 1)
+            for part in parts
+        ]
+    )
+    calls.clear()
     torch.testing.assert_close(attend_in_sequences(*states, bounds, max(lengths), SCALE), expected)
     assert len(calls) == num_calls
