@@ -203,6 +203,21 @@ def test_dense_layers_that_sglang_would_not_see_are_refused(directory: Path) -> 
     assert check_ppo(config(directory, "with_dense_layers", "embedded", 1)) is not None
 
 
+def test_layers_of_a_mixture_that_sglang_would_not_feed_from_its_tower_are_refused(
+    directory: Path, tmp_path: Path
+) -> None:
+    """Its checksums are known."""
+    for depth in (2, 3):
+        tower = {"depth": depth, "deepstack_visual_indexes": list(range(depth))}
+        write_processor(make_tiny_vision_model(tmp_path / str(depth), "qwen3_vl_moe", **tower), "qwen3_vl_moe")
+    message = violation(directory, str(tmp_path / "2"), "sglang", 1)
+    assert (
+        message.startswith("actor_rollout_ref.rollout.name = sglang: ")
+        and "from its tower, and this one has 2" in message
+    )
+    assert check_ppo(config(directory, str(tmp_path / "3"), "sglang", 1)) is not None
+
+
 def test_other_models_and_engines_may_be_verified(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for family, rollout, every in (("deepseek_v3_yarn", "sglang", 0), ("deepseek_v3", "embedded", 1)):
         assert check_ppo(config(directory, family, rollout, every)) is not None
