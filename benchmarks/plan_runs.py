@@ -19,11 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import end_to_end
 import record
 
-LARGE = ["--model", "60m", "--steps", "2", "--mini-batch", "4", "--n", "4"]
+LARGE = ["--model", "60m", "--steps", "3", "--mini-batch", "4", "--n", "4"]
 # Name -> the command line of end_to_end.py.
 RUNS = {
-    "quickstart": ["--steps", "6"],
-    "quickstart, other layout": ["--steps", "6", "--tp", "1", "--prompts", "128"],
+    "quickstart": [],
+    "quickstart, other layout": ["--tp", "1", "--prompts", "128"],
     "60m": [*LARGE, "--prompts", "16", "--", "data.max_response_length=64"],
     "60m, other layout": [*LARGE, "--tp", "1", "--prompts", "8", "--", "data.max_response_length=96"],
 }
