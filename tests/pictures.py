@@ -12,9 +12,13 @@ from PIL import Image
 from tests.tiny_vision import END, IMAGE, START, tiny_vision_tokenizer
 
 # Of the tiny models' towers.
-PATCH_SIZES = {"qwen2_5_vl": 14, "qwen3_vl": 16}
+PATCH_SIZES = {"qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_vl_moe": 16}
 MIN_PIXELS, MAX_PIXELS = 28 * 28, 28 * 28 * 64
-_PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
+_PROCESSORS = {
+    "qwen2_5_vl": "Qwen2_5_VLProcessor",
+    "qwen3_vl": "Qwen3VLProcessor",
+    "qwen3_vl_moe": "Qwen3VLProcessor",
+}
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
