@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
+from scipy.optimize import least_squares
 
 from scalerl.config import PPOConfig, composed
 from scalerl.config.save import RESOLVED_CONFIG
@@ -41,7 +42,7 @@ _GROUPS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
 # A phase of a run scatters by a tenth; an assumed rate is right to a factor of e.
 _SCATTER = 0.1
 # The groups are fitted in turn, since each waits a little for the others' rates.
-_ROUNDS, _STEPS, _MOVE, _LEAST_GAIN = 3, 30, 1e-4, 1e-6
+_ROUNDS = 3
 # Assumed of a CPU core, whose network is its memory; only its rate of matrix products is measured.
 _CPU: dict[str, Any] = {
     "dense_frac": 0.45,
@@ -207,27 +208,7 @@ def _fitted_group(
         slower = slow * (logs - prior)
         return np.append(np.divide(off, _SCATTER), slower - slower.mean())
 
-    return at(_least_squares(errors, start))
-
-
-def _least_squares(errors: Callable[[np.ndarray], np.ndarray], start: np.ndarray) -> np.ndarray:
-    """Where the sum of the squared errors is least, by Levenberg's and Marquardt's method."""
-    at, found, damping = start, errors(start), 1e-2
-    size = len(start)
-    for _ in range(_STEPS):
-        slopes = np.stack([(errors(at + move) - found) / _MOVE for move in _MOVE * np.eye(size)], axis=1)
-        damped = np.vstack([slopes, math.sqrt(damping) * np.eye(size)])
-        step, *_ = np.linalg.lstsq(damped, np.append(-found, np.zeros(size)), rcond=None)
-        tried = at + np.clip(step, -1, 1)
-        now = errors(tried)
-        gain = found @ found - now @ now
-        if gain > 0:
-            at, found, damping = tried, now, max(damping / 4, 1e-8)
-        else:
-            damping *= 8
-        if abs(gain) < _LEAST_GAIN:
-            break
-    return at
+    return at(least_squares(errors, start, xtol=1e-4).x)
 
 
 def _rate_of(run: MeasuredRun, rate: str) -> str:
