@@ -190,16 +190,16 @@ def fitted(runs: Sequence[MeasuredRun], assumed: Hardware) -> Hardware:
 def _fitted_group(
     runs: Sequence[MeasuredRun], phases: Sequence[str], names: Sequence[str], hardware: Hardware, assumed: Hardware
 ) -> Hardware:
+    """The rates of one group fitted to its phases.  names: in `Hardware`, of a dense model."""
     own = dict.fromkeys(_rate_of(run, name) for run in runs for name in names)
     # What a device does not wait for is 0.
-    fitted_names = [name for name in own if getattr(assumed, name)]
-    start, prior = (np.log([getattr(of, name) for name in fitted_names]) for of in (hardware, assumed))
-
+    names = [name for name in own if getattr(assumed, name)]
+    start, prior = (np.log([getattr(of, name) for name in names]) for of in (hardware, assumed))
     # More of a share is faster, more seconds are slower.
-    slow = np.array([-1 if name.endswith("_frac") else 1 for name in fitted_names])
+    slow = np.array([-1 if name.endswith("_frac") else 1 for name in names])
 
     def at(logs: np.ndarray) -> Hardware:
-        return replace(hardware, **dict(zip(fitted_names, np.exp(logs).tolist(), strict=True)))
+        return replace(hardware, **dict(zip(names, np.exp(logs).tolist(), strict=True)))
 
     def errors(logs: np.ndarray) -> np.ndarray:
         steps = [(run, run.predicted(at(logs))) for run in runs]
