@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from scalerl.base.lean_imports import lean_imports
-from scalerl.data.problems import DataError, type_name
+from scalerl.data.problems import DataError, excerpt, type_name
 from scalerl.models import read_config
 from scalerl.models.vision import VisionModel, vision_config
 
@@ -31,6 +31,10 @@ MARK = "<image>"
 # A picture as a data set holds it: its file's content, or the absolute path of its file.
 PictureSource = bytes | str
 _SHAPE = 'write bytes, a path, or {"bytes": ...} or {"path": ...}'
+# Longer text is an image in base64.
+_MAX_PATH_CHARS = 1024
+# Pillow's names of what has 16 bits for a shade of gray, and of what it does not know the white of, or cannot convert.
+_GRAY_16, _UNKNOWN_WHITE = ("I;16", "I;16L", "I;16B", "I;16N"), ("I", "F", "LAB")
 
 
 class PictureError(ValueError):
@@ -87,7 +91,8 @@ class PictureProcessor:
     ) -> None:
         """Loads the processor.
 
-        Raises DataError for a directory without one, or one that does not work with data.min_pixels and max_pixels.
+        Raises DataError for a directory without one, one of another model, or one that does not work with
+        data.min_pixels and max_pixels.
         """
         with lean_imports(compiler=False):
             # Of all families with a tower. Pillow's, which needs no torchvision.
@@ -102,6 +107,13 @@ class PictureProcessor:
                     "preprocessor_config.json"
                 ]
             ) from error
+        if others := [
+            f"{key} = {getattr(images, key)}, and its config.json {own}"
+            for key in ("patch_size", "temporal_patch_size", "merge_size")
+            if getattr(images, key) != (own := getattr(vision, key))
+        ]:
+            said = f"preprocessor_config.json in {directory} has {', '.join(others)}"
+            raise DataError([f"{said}; it is another model's: put this model's there"])
         self._images = images
         self.vision, self.placeholders = vision, frozenset(placeholders)
         least, most = (images.size[edge] for edge in ("shortest_edge", "longest_edge"))
@@ -128,7 +140,7 @@ class PictureProcessor:
         with _opened(source) as image:
             _load(image)
             # A camera may have been turned.
-            rgb = ImageOps.exif_transpose(image).convert("RGB")
+            rgb = _in_8_bits(ImageOps.exif_transpose(image)).convert("RGB")
         height, width = self._size(rgb)
         if rgb.size != (width, height):
             rgb = rgb.resize((width, height), self._images.resample)
@@ -193,9 +205,11 @@ def _pixel_problems(min_pixels: int, max_pixels: int, least: int, most: int) -> 
         yield f"data.min_pixels = {min_pixels}: {own}, {least}; set data.min_pixels={least} or more"
     if max_pixels > most:
         yield f"data.max_pixels = {max_pixels}: {own}, {most}; set data.max_pixels={most} or less"
-    if min_pixels > max_pixels:
+    if max_pixels < least:
+        yield f"data.max_pixels = {max_pixels}: {own}, {least}; set data.max_pixels={least} or more"
+    elif min_pixels > max_pixels:
         more = f"more than data.max_pixels = {max_pixels}"
-        yield f"data.min_pixels = {min_pixels}: {more}; set data.min_pixels={max_pixels}"
+        yield f"data.min_pixels = {min_pixels}: {more}; set data.min_pixels={min(max_pixels, most)}"
 
 
 def expand(input_ids: Sequence[int], token_id: int, counts: Sequence[int]) -> list[int]:
@@ -260,7 +274,10 @@ def _source_of(item: Any, number: int, directory: str | os.PathLike) -> PictureS
         what = f"a dict with the keys {', '.join(map(str, item))}" if isinstance(item, dict) else type_name(item)
         raise PictureError(f"{what} as picture {number}", _SHAPE)
     path = Path(directory, Path(content).expanduser()).absolute()
-    if not path.is_file():
+    # Path.is_file raises for a name that is too long, such as an image in base64.
+    if not os.path.isfile(path):
+        if ":" in content.partition("/")[0] or len(content) > _MAX_PATH_CHARS:
+            raise PictureError(f"{excerpt(content)} as picture {number}, which is no path", _SHAPE)
         advice = "correct the path, which is relative to the data file's directory"
         raise PictureError(f"no file {path} as picture {number}", advice)
     return str(path)
@@ -298,6 +315,13 @@ def source_of_url(url: str) -> bytes:
 def digest_of(source: PictureSource) -> str:
     """What says in a digest of rows which picture it is: its content, or the name of its file."""
     return hashlib.sha256(source).hexdigest() if isinstance(source, bytes) else Path(source).name
+
+
+def check_marks(messages: Sequence[Mapping[str, Any]], images: Sequence[PictureSource]) -> None:
+    """Raises PictureError for <image> in the texts of a row without images, which would remain a word."""
+    if not images and any(MARK in text for message in messages for text in texts_of(message)):
+        advice = f"write the images into its column, the name of which is data.image_key, or remove {MARK}"
+        raise PictureError(f"no images for {MARK} in the messages", advice)
 
 
 def texts_of(message: Mapping[str, Any]) -> list[str]:
@@ -382,7 +406,16 @@ def _opened(source: PictureSource) -> Iterator[Image]:
             # With more a small file fills the memory.
             problem = f"a picture of {image.width} x {image.height} pixels, more than Pillow's limit of {limit}"
             raise PictureError(problem, "make it smaller")
+        if image.mode in _UNKNOWN_WHITE:
+            raise PictureError(f"a picture of Pillow's mode {image.mode}", "write it as RGB or gray, of 8 or 16 bits")
         yield image
+
+
+def _in_8_bits(image: Image) -> Image:
+    """The image, of 16 bits for a shade of gray the upper eight, as Pillow takes those of a color."""
+    from PIL import Image as Images
+
+    return Images.fromarray((np.asarray(image) >> 8).astype(np.uint8)) if image.mode in _GRAY_16 else image
 
 
 def _named(source: PictureSource) -> str:

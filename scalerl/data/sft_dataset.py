@@ -14,7 +14,7 @@ import numpy as np
 from scalerl.config.schema import SFTDataConfig
 from scalerl.data.chat import Conversation, SpecialTokens, encode, left_out, render, require_chat_template
 from scalerl.data.files import DataFile, read_chunks, resolve_files
-from scalerl.data.pictures import PictureError, PictureProcessor, PictureSource, expand, text_of
+from scalerl.data.pictures import PictureError, PictureProcessor, PictureSource, check_marks, expand, text_of
 from scalerl.data.problems import DataError, FileProblems
 from scalerl.data.ragged import PackedObjects, RaggedArray, truncate
 from scalerl.data.row_checks import MessagesDigest, check_images, check_messages, check_tools
@@ -138,6 +138,8 @@ def _read_file(
             if samples is None:
                 continue
             try:
+                if processor is not None:
+                    check_marks(messages, images)
                 samples = samples if processor is None else _with_pictures(samples, images, processor)
             except PictureError as error:
                 problems.add(error.problem, error.advice, row=row, column=config.image_key)
@@ -160,7 +162,8 @@ def _read_file(
             digest.add(messages, images)
     for row, num_tokens in overlong.items():
         problem = f"a conversation longer than data.max_length={config.max_length} tokens"
-        advice = f"set data.max_length={max(overlong.values())} (the longest), or data.truncation=left|right"
+        cut = ", or data.truncation=left|right" if config.truncation == "error" else " (with images none is cut)"
+        advice = f"set data.max_length={max(overlong.values())}, the longest{cut}"
         problems.add(problem, advice, row=row, column=column, value=f"{num_tokens} tokens")
     unknown.report(file.name, column, problems, allow=config.unknown_tokens == "allow")
     problems.raise_if_any()

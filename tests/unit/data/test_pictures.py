@@ -136,6 +136,14 @@ def test_a_jpeg_of_a_turned_camera_is_upright(processor):
     assert processor.num_tokens(turned) == 10
 
 
+def test_16_bits_of_gray_are_their_upper_eight(processor):
+    """Pillow makes all but the darkest of them white."""
+    gray = np.arange(56 * 56, dtype=np.uint16).reshape(56, 56) * 20
+    expected = processor.read(content(Image.fromarray((gray >> 8).astype(np.uint8)))).pixel_values
+    for kind in ("PNG", "TIFF"):
+        np.testing.assert_array_equal(processor.read(content(Image.fromarray(gray), kind)).pixel_values, expected)
+
+
 def test_limits_of_pixels_change_the_number_of_tokens(model):
     image = content(noise(1, 280, 280))
     assert processor_of(model).num_tokens(image) == 64
@@ -148,6 +156,23 @@ def test_limits_beyond_the_model_s_own_are_refused(model):
     with pytest.raises(DataError) as caught:
         load_processor(model, DataConfig(min_pixels=10, max_pixels=10**7))
     assert "set data.min_pixels=784 or more" in str(caught.value) and "data.max_pixels=50176" in str(caught.value)
+    for limits, advice in (
+        ({"max_pixels": 100}, "max_pixels=784 or more"),
+        ({"min_pixels": 10**7}, "min_pixels=50176"),
+    ):
+        with pytest.raises(DataError) as caught:
+            load_processor(model, DataConfig(**limits))
+        assert str(caught.value).endswith(f"; set data.{advice}")
+
+
+@pytest.mark.parametrize(("key", "own"), [("patch_size", 14), ("temporal_patch_size", 2), ("merge_size", 2)])
+def test_a_processor_of_another_model_is_refused(model, tmp_path, key, own):
+    """Its patches would be of another size, or in another order, which no number of tokens tells."""
+    config = json.loads((model / "preprocessor_config.json").read_text()) | {key: 1}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text((model / "config.json").read_text())
+    with pytest.raises(DataError, match=f"preprocessor_config.json in {tmp_path} has {key} = 1, and its .* {own}; "):
+        load_processor(tmp_path, DataConfig())
 
 
 def test_a_model_without_a_tower_takes_no_images(tmp_path):
@@ -213,8 +238,10 @@ def truncated(kind: str) -> bytes:
         (content(Image.new("1", (12000, 12000))), "a picture of 12000 x 12000 pixels, more than Pillow's limit"),
         (content(Image.new("1", (20000, 12000))), "which cannot be read (Image size (240000000 pixels) exceeds limit"),
         (content(Image.new("L", (900, 4))), "a picture of 900 x 4 pixels (absolute aspect ratio"),
+        (content(Image.new("F", (56, 56)), "TIFF"), "a picture of Pillow's mode F; write it as RGB or gray"),
+        (content(Image.new("LAB", (56, 56)), "TIFF"), "a picture of Pillow's mode LAB; write it as RGB or gray"),
     ],
-    ids=["none", "broken-png", "broken-jpeg", "huge", "bomb", "narrow"],
+    ids=["none", "broken-png", "broken-jpeg", "huge", "bomb", "narrow", "float", "lab"],
 )
 def test_images_that_cannot_be_read_name_row_and_reason(write, vision_tokenizer, processor, make_row, image, reason):
     good = content(noise(1, 84, 84))
@@ -232,7 +259,12 @@ def test_images_that_cannot_be_read_name_row_and_reason(write, vision_tokenizer,
         ),
         ({"images": [7]}, "row 1, column 'images': found int as picture 0; write bytes"),
         ({"images": [{"bytes": None}]}, "row 1, column 'images': found a dict with the keys bytes as picture 0"),
+        ({"images": ["https://a/b.png"]}, 'found "https://a/b.png" as picture 0, which is no path; write bytes'),
+        ({"images": ["data:image/png;base64," + "a" * 9999]}, 'found "data:image/png;base64,aaa'),
+        ({"images": [{"bytes": "a" * 9999}]}, "... as picture 0, which is no path; write bytes"),
+        ({"images": ["a" * 999]}, "found no file {dir}/aaaaaaa"),
         ({"images": "a.png"}, "row 1, column 'images': found str, not a list of images"),
+        ({"images": None}, "row 1, column 'images': found no images for <image> in the messages; write the images"),
         (
             {"images": []},
             "row 1, column 'images': found 0 images for 1 placeholders in the rendered messages; write <image>",

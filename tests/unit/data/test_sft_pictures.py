@@ -56,6 +56,7 @@ def test_a_template_that_rewrites_turns_gives_each_conversation_its_images(write
     [
         (conversation([b"none"], "<image>", "x"), "column 'images': found 4 bytes, which is no picture"),
         (conversation([ONE], "a", "x"), "found 1 images for 0 placeholders"),
+        (conversation([], "<image>a", "x"), "found no images for <image> in the messages"),
         (
             conversation([ONE], "a", "<image>"),
             "found an image in an assistant message; show images",
