@@ -13,7 +13,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from scalerl.config import PPOConfig, composed
-from scalerl.config.save import RESOLVED_CONFIG
+from scalerl.config.save import RESOLVED_CONFIG, read_resolved
 from scalerl.errors import UserError
 from scalerl.extras.plan.check import known_memory
 from scalerl.extras.plan.hardware import Hardware, hardware_of, write_hardware
@@ -60,6 +60,9 @@ _CPU: dict[str, Any] = {
     "message_s": 2e-4,
     "request_s": 1e-3,
 }
+# Metrics of which a run must have values; of a CPU the last one says how fast it is.
+_LENGTHS, _MFU = ("prompt_length/mean", "response_length/mean", "response_length/max"), "perf/mfu/actor"
+_NEEDED = (*_LENGTHS, "timing_s/gen", "timing_s/update_actor")
 _OF_MIXTURES = {"dense_frac": "mixture_frac", "layer_s": "mixture_layer_s"}
 
 
@@ -78,38 +81,48 @@ class MeasuredRun:
     mfu: float = 0.0
 
     @classmethod
-    def read(cls, run_dir: Path) -> MeasuredRun:
-        """Reads trainer.default_local_dir of a run.  Raises UserError where there is none, or one of too few steps."""
+    def read(cls, run_dir: Path, overrides: Sequence[str] = ()) -> MeasuredRun:
+        """Reads trainer.default_local_dir of a run.  overrides: key=value, in the place of what its config.yaml has.
+
+        Raises UserError where there is none, or one of too few steps, of another command or of a loop of its own.
+        """
         config_file, metrics_file = run_dir / RESOLVED_CONFIG, run_dir / METRICS
         missing = [file.name for file in (config_file, metrics_file) if not file.is_file()]
+        give = "give trainer.default_local_dir of a run of scalerl train with trainer.logger=[file]"
         if missing:
-            raise UserError(
-                f"--calibrate {run_dir}: has no {' and no '.join(missing)}; give trainer.default_local_dir of a run of "
-                "scalerl train with trainer.logger=[file]"
-            )
+            raise UserError(f"--calibrate {run_dir}: has no {' and no '.join(missing)}; {give}")
+        if "actor_rollout_ref" not in (read_resolved(config_file) or {}):
+            raise UserError(f"--calibrate {run_dir}: is no run of scalerl train by its {RESOLVED_CONFIG}; {give}")
         rows = read_metrics(run_dir).values()
         steps = [row for row in rows if "timing_s/step" in row][_WARM_UP:]
         if not steps:
             raise UserError(f"--calibrate {run_dir}: needs {_WARM_UP + 1} steps or more; train longer")
         config = composed(
-            "ppo", ["--config-dir", str(run_dir.absolute()), "--config-name", "config"], rules=False
+            "ppo", ["--config-dir", str(run_dir.absolute()), "--config-name", "config", *overrides], rules=False
         ).config
-        shapes, on_cpu = shapes_of(config), config.trainer.device == "cpu"
+        on_cpu = config.trainer.device == "cpu"
+        needed = [*_NEEDED, _MFU] if on_cpu else _NEEDED
+        if unknown := [key for key in needed if not any(key in row for row in steps)]:
+            later = f"has no {' and no '.join(unknown)} after its first {_WARM_UP} steps in {METRICS}"
+            raise UserError(f"--calibrate {run_dir}: {later}; train longer, without trainer.custom_fit")
+        shapes = shapes_of(config)
         plan = memory_plan(config, shapes, memory_bytes=known_memory(config.trainer, "cpu"), on_cpu=on_cpu)
         assert plan.server is not None
 
         def middle(name: str) -> float:
             return median(data[name] for data in steps if name in data)
 
-        phases = [phase for group, _ in _GROUPS for phase in group if f"timing_s/{phase}" in steps[0]]
-        prompt, mean, longest = (middle(f"{name}_length/{kind}") for name, kind in _LENGTHS)
+        names = [phase for group, _ in _GROUPS for phase in group]
+        # Of a step in which the critic warms up alone there is no update of the actor.
+        phases = [phase for phase in names if any(f"timing_s/{phase}" in row for row in steps)]
+        prompt, mean, longest = map(middle, _LENGTHS)
         return cls(
             config,
             shapes,
             plan.server,
             Lengths(prompt, mean, max(1, round(longest))),
             {phase: middle(f"timing_s/{phase}") for phase in phases},
-            mfu=middle("perf/mfu/actor") if "perf/mfu/actor" in steps[0] else 0.0,
+            mfu=middle(_MFU) if any(_MFU in row for row in steps) else 0.0,
         )
 
     @property
@@ -120,9 +133,6 @@ class MeasuredRun:
 
     def predicted(self, hardware: Hardware) -> StepSeconds:
         return step_seconds(self.config, self.shapes, self.server, hardware, self.lengths)
-
-
-_LENGTHS = (("prompt", "mean"), ("response", "mean"), ("response", "max"))
 
 
 def calibrate(runs: Mapping[Path, MeasuredRun]) -> str:

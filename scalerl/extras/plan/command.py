@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         from scalerl.extras.plan.calibrate import MeasuredRun, calibrate, comparisons
         from scalerl.extras.plan.hardware import read_hardware
 
-        runs = {directory: MeasuredRun.read(directory) for directory in asked.calibrate}
+        runs = {directory: MeasuredRun.read(directory, asked.overrides) for directory in asked.calibrate}
         print(calibrate(runs) if asked.hardware is None else comparisons(runs, read_hardware(asked.hardware)))
         return 0
     cfg = composed(asked.kind, [*_UNREAD[asked.kind], *asked.overrides], rules=False).config
@@ -156,9 +156,9 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
         else:
             asked.overrides.append(argument)
     if asked.calibrate:
-        # What a run was like is in its directory; all other words are further ones.
-        asked.calibrate += map(Path, asked.overrides)
-        asked.overrides = []
+        # What a run was like is in its directory; all words that set no key are further ones.
+        asked.calibrate += [Path(word) for word in asked.overrides if "=" not in word]
+        asked.overrides = [word for word in asked.overrides if "=" in word]
     if asked.tune != (asked.devices is not None):
         raise UserError("--tune and --devices N belong together: layouts of a run on N devices")
     if asked.tune and asked.kind == "sft":

@@ -254,6 +254,13 @@ def test_rates_of_a_directory(device: str, tmp_path: Path, capsys: pytest.Captur
     (run / "metrics.jsonl").write_text("\n".join(lines[:2]) + "\n")
     with pytest.raises(UserError, match="needs 3 steps or more"):
         main(["--calibrate", str(run)])
+    later = [json.dumps({"step": step, "data": {"timing_s/step": 1.0}}) for step in range(2, 5)]
+    (run / "metrics.jsonl").write_text("\n".join(lines[:2] + later) + "\n")
+    with pytest.raises(UserError, match="has no prompt_length/mean and no .* after its first 2 steps"):
+        main(["--calibrate", str(run)])
+    # The critic warmed up alone in the first steps.
+    without = {key: value for key, value in data.items() if key not in ("timing_s/update_actor", "perf/mfu/actor")}
+    lines[2] = json.dumps({"step": 2, "data": without})
     # The last two steps once more, after a resume.
     lines += [json.dumps({"resumed_from": 3}), *lines[4:]]
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -271,6 +278,9 @@ def test_rates_of_a_directory(device: str, tmp_path: Path, capsys: pytest.Captur
     (copy / "hardware.yaml").unlink()
     assert main(["--calibrate", str(run), str(copy)]) == 0
     assert read_hardware(run / "hardware.yaml") == read_hardware(copy / "hardware.yaml")
+    if device == "cuda":
+        assert main(["--calibrate", str(run), "--device-memory", "a100"]) == 0
+        assert read_hardware(run / "hardware.yaml").name == "A100"
     config_file = copy / "config.yaml"
     other = {"cpu": "cuda", "cuda": "cpu"}[device]
     config_file.write_text(config_file.read_text().replace(f"device: {device}\n", f"device: {other}\n"))
@@ -278,6 +288,13 @@ def test_rates_of_a_directory(device: str, tmp_path: Path, capsys: pytest.Captur
         main(["--calibrate", str(run), str(copy)])
     # Of both the relative errors are the same: a rate of all passes may be any.
     assert step.seconds("old_log_prob") * step.seconds("update_actor") == pytest.approx(4.0 * 12.0, rel=0.02)
+
+
+def test_rates_of_another_command_s_run(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: {path: a}\n")
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="is no run of scalerl train by its config.yaml; give trainer.default_local_"):
+        main(["--calibrate", str(tmp_path)])
 
 
 # --- published steps
