@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from scalerl.base.files import GIB
-from scalerl.config import PPOConfig, compose
+from scalerl.config import ConfigError, PPOConfig, compose
 from scalerl.config.save import RESOLVED_CONFIG
 from scalerl.extras.report.charts import Figure, bars
 from scalerl.extras.report.run_files import RunFiles
@@ -51,6 +51,8 @@ def planned(run: RunFiles) -> Planned:
     from scalerl.extras.plan.check import checked_plan, known_memory
     from scalerl.extras.plan.shapes import shapes_of
 
+    if not run.config:
+        return Planned(why_not=f"{run.directory} has no {RESOLVED_CONFIG}")
     kind = "ppo" if "actor_rollout_ref" in run.config else "sft"
     at = ["--config-dir", str(run.directory.absolute()), "--config-name", RESOLVED_CONFIG.partition(".")[0]]
     try:
@@ -60,7 +62,8 @@ def planned(run: RunFiles) -> Planned:
         plan, _ = checked_plan(cfg, shapes, known_memory(cfg.trainer, "cpu"), on_cpu=on_cpu)
         device, seconds = predicted(run, cfg, shapes, plan) if isinstance(cfg, PPOConfig) else ("", {})
     except (ValueError, OSError) as error:
-        return Planned(why_not=str(error).strip().splitlines()[0])
+        said = error.violations[0] if isinstance(error, ConfigError) else str(error)
+        return Planned(why_not=said.strip().splitlines()[0])
     memory: dict[str, float] = {}
     for of_device in plan.devices:
         for phase in of_device.phases:

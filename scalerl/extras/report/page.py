@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from scalerl import __version__
+from scalerl.config.save import RESOLVED_CONFIG
 from scalerl.errors import UserError
 from scalerl.extras.report import against_plan, charts, who_waited
 from scalerl.extras.report.alarms import alarms
@@ -61,6 +62,7 @@ def page(run: RunFiles, other: RunFiles | None = None) -> str:
         other_facts=None if other is None else facts(other),
         changed=[] if other is None else changed_keys(run, other),
         alarms=alarms(run),
+        no_alarms=no_alarms(run),
         sections=sections(run, other),
         samples=samples(run),
         style=(here / "page.css").read_text(encoding="utf-8"),
@@ -69,6 +71,13 @@ def page(run: RunFiles, other: RunFiles | None = None) -> str:
         hashes=[base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts],
         version=__version__,
     )
+
+
+def no_alarms(run: RunFiles) -> str:
+    """What is said of a run in which no alarm was found."""
+    if "actor_rollout_ref" not in run.config:
+        return f"Not looked for: by its {RESOLVED_CONFIG} the run is none of scalerl train."
+    return "None: no step was beyond a limit of trainer.alarms." if run.trained else "None yet: no step has ended."
 
 
 def facts(run: RunFiles) -> dict[str, str]:
@@ -139,7 +148,7 @@ def timelines(run: RunFiles) -> list[Section]:
     """A section for each chosen step."""
     chosen = who_waited.chosen_steps(run)
     if not chosen:
-        return [Section("Who waited for whom?", ["The run has no timeline.jsonl: trainer.logger had no file."])]
+        return [Section("Who waited for whom?", ["No step that has ended is in timeline.jsonl."])]
     return [
         Section(
             f"Who waited for whom? Step {step}, {name}",

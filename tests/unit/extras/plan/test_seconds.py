@@ -256,7 +256,7 @@ def test_rates_of_a_directory(device: str, tmp_path: Path, capsys: pytest.Captur
         main(["--calibrate", str(run)])
     later = [json.dumps({"step": step, "data": {"timing_s/step": 1.0}}) for step in range(2, 5)]
     (run / "metrics.jsonl").write_text("\n".join(lines[:2] + later) + "\n")
-    with pytest.raises(UserError, match="has no prompt_length/mean and no .* after its first 2 steps"):
+    with pytest.raises(UserError, match=r"has no prompt_length/mean and no .* after its first 2 steps"):
         main(["--calibrate", str(run)])
     # The critic warmed up alone in the first steps.
     without = {key: value for key, value in data.items() if key not in ("timing_s/update_actor", "perf/mfu/actor")}
@@ -293,7 +293,7 @@ def test_rates_of_a_directory(device: str, tmp_path: Path, capsys: pytest.Captur
 def test_rates_of_another_command_s_run(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("model: {path: a}\n")
     (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(UserError, match="is no run of scalerl train by its config.yaml; give trainer.default_local_"):
+    with pytest.raises(UserError, match=r"is no run of scalerl train by its config\.yaml; give trainer.default_local_"):
         main(["--calibrate", str(tmp_path)])
 
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalerl.errors import UserError
-from scalerl.extras.report import charts, who_waited
+from scalerl.extras.report import charts, page, who_waited
+from scalerl.extras.report.against_plan import planned
 from scalerl.extras.report.conversations import Message, compared, messages_of
 from scalerl.extras.report.faults import CONTINUED, fault_figure, faults
 from scalerl.extras.report.run_files import Answer, RunFiles, read_run
@@ -138,6 +139,24 @@ def test_a_usual_step_is_not_the_first() -> None:
     run = run_of({step: {"timing_s/step": took} for step, took in seconds.items()}, timeline=spans)
     assert who_waited.chosen_steps(run) == {"a usual step": 2, "the longest step": 1}
     assert who_waited.chosen_steps(run_of(dict(run.steps))) == {}
+
+
+def test_what_a_run_lacks_is_said() -> None:
+    """Of one that has just begun, of SFT, without its config.yaml, and whose model is elsewhere."""
+    begun, ended = {}, {1: {"timing_s/step": 1.0}}
+    rl, sft = {"actor_rollout_ref": {}}, {"model": {}}
+    said = [page.no_alarms(RunFiles(Path("run"), *of)) for of in ((rl, ended), (rl, begun), (sft, ended), ({}, ended))]
+    assert [text.partition(":")[0] for text in said] == ["None", "None yet", "Not looked for", "Not looked for"]
+    (section,) = page.timelines(run_of(begun))
+    assert section.says == ["No step that has ended is in timeline.jsonl."]
+
+
+def test_why_there_is_no_plan_is_the_first_problem(tmp_path: Path) -> None:
+    data = "data: {train_files: a, val_files: a}"
+    (tmp_path / "config.yaml").write_text(f"actor_rollout_ref: {{model: {{path: /away}}}}\n{data}\n")
+    why_not = planned(RunFiles(tmp_path, {"actor_rollout_ref": {}}, {})).why_not
+    assert why_not.startswith("actor_rollout_ref.model.path = /away: there is no such directory")
+    assert planned(run_of({})).why_not == "run has no config.yaml"
 
 
 def test_faults_are_on_the_time_axis() -> None:
