@@ -142,7 +142,9 @@ def check_generation(cfg: GenerationConfig) -> GenerationInputs:
         eos_ids = errors.attempt(lambda: eos_token_ids(cfg.model.path)) or ()
         setting, kwargs = f"model.path = {cfg.model.path}", cfg.data.chat_template_kwargs
         errors.violations.extend(ends_of_answers_violations(setting, tokenizer, eos_ids, kwargs))
+    num_known = len(errors.violations)
     processor = errors.attempt(lambda: load_processor(cfg.model.path, cfg.data))
+    is_loaded = len(errors.violations) == num_known
     if processor is not None and not ENGINES[cfg.rollout.name].takes_pictures:
         errors.violations.append(
             f"rollout.name = {cfg.rollout.name}: computes no vision tower, which {cfg.model.path} has; set "
@@ -156,7 +158,8 @@ def check_generation(cfg: GenerationConfig) -> GenerationInputs:
     if tables is not None:
         errors.attempt(lambda: check_new_columns(tables, cfg))
         table = errors.attempt(lambda: joined(tables))
-        if tokenizer is not None and tokenizer.chat_template:
+        # Without a processor that does not load rows with images would be refused for another reason.
+        if tokenizer is not None and tokenizer.chat_template and is_loaded:
             prompts = errors.attempt(lambda: read_prompts(tables, cfg, tokenizer, processor))
     errors.raise_if_any()
     assert table is not None and prompts is not None and tokenizer is not None and files is not None

@@ -320,7 +320,7 @@ def digest_of(source: PictureSource) -> str:
 def check_marks(messages: Sequence[Mapping[str, Any]], images: Sequence[PictureSource]) -> None:
     """Raises PictureError for <image> in the texts of a row without images, which would remain a word."""
     if not images and any(MARK in text for message in messages for text in texts_of(message)):
-        advice = f"write the images into its column, the name of which is data.image_key, or remove {MARK}"
+        advice = f"give them in the column that data.image_key names, or remove {MARK}"
         raise PictureError(f"no images for {MARK} in the messages", advice)
 
 

@@ -57,7 +57,9 @@ def seconds_table(step: StepSeconds, hardware: Hardware, *, only_total: bool = F
     for phase, parts in step.phases.items():
         lines.append(f"  {phase:<28}{step.seconds(phase):>8.2f} s")
         lines += [f"    {name:<26}{seconds:>8.2f}" for name, seconds in parts.items() if seconds >= 0.005]
-    return "\n".join([*lines, "not counted: rewards, tools, validations, ranks that wait for each other", ""])
+    return "\n".join(
+        [*lines, "not counted: rewards, tools, validations, a vision tower, ranks that wait for each other", ""]
+    )
 
 
 def _short(number: float) -> str:

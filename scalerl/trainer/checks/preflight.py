@@ -112,8 +112,10 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
     if runs_here:
         check_reference_server(errors, cfg, tokenizer)
     train = val = None
+    num_known = len(errors.violations)
     processor = check_processor(errors, cfg)
-    if tokenizer is not None:
+    # Without a processor that does not load rows with images would be refused for another reason.
+    if tokenizer is not None and len(errors.violations) == num_known:
         train, val = (
             errors.attempt(partial(create_rl_dataset, files, tokenizer, data, max_samples, processor))
             for files, max_samples in (
@@ -167,8 +169,10 @@ def check_sft(cfg: SFTConfig, device: str | None = None, *, digests: bool = True
     attention = choose_attention(errors, cfg.trainer, called_head_sizes(cfg, shapes), device, runs_here=runs_here)
     memory = check_memory(errors, cfg, shapes, device)
     train = val = None
+    num_known = len(errors.violations)
     processor = check_processor(errors, cfg)
-    if tokenizer is not None:
+    # Without a processor that does not load rows with images would be refused for another reason.
+    if tokenizer is not None and len(errors.violations) == num_known:
         train = errors.attempt(lambda: SFTDataset(data.train_files, tokenizer, data, processor))
         if data.val_files:
             val = errors.attempt(lambda: SFTDataset(data.val_files, tokenizer, data, processor))

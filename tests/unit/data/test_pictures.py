@@ -264,7 +264,10 @@ def test_images_that_cannot_be_read_name_row_and_reason(write, vision_tokenizer,
         ({"images": [{"bytes": "a" * 9999}]}, "... as picture 0, which is no path; write bytes"),
         ({"images": ["a" * 999]}, "found no file {dir}/aaaaaaa"),
         ({"images": "a.png"}, "row 1, column 'images': found str, not a list of images"),
-        ({"images": None}, "row 1, column 'images': found no images for <image> in the messages; write the images"),
+        (
+            {"images": None},
+            "row 1, column 'images': found no images for <image> in the messages; give them in the column",
+        ),
         (
             {"images": []},
             "row 1, column 'images': found 0 images for 1 placeholders in the rendered messages; write <image>",

@@ -132,6 +132,10 @@ def test_a_model_that_sees_images_needs_servers_that_do(directory: Path, tmp_pat
     inputs = check_ppo(config(directory, str(path), "sglang", 1, *files))
     assert inputs.processor is not None and inputs.train[0].images == [content(noise(1, 84, 56))]
     assert inputs.train[0].input_ids.count(inputs.processor.vision.image_token_id) == 6
+    (path / "preprocessor_config.json").unlink()
+    # And nothing of the rows.
+    message = violation(directory, path, "sglang", 1, *files)
+    assert message.startswith("image processor in ") and message.endswith("add the model's preprocessor_config.json")
 
 
 def test_a_tower_that_no_row_trains_is_said(directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
