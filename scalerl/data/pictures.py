@@ -7,6 +7,7 @@ import hashlib
 import io
 import itertools
 import os
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -135,12 +136,9 @@ class PictureProcessor:
 
     def read(self, source: PictureSource) -> Picture:
         """Decodes a picture.  Raises PictureError for one that cannot be read."""
-        from PIL import ImageOps
-
         with _opened(source) as image:
             _load(image)
-            # A camera may have been turned.
-            rgb = _in_8_bits(ImageOps.exif_transpose(image)).convert("RGB")
+            rgb = _in_8_bits(_upright(image)).convert("RGB")
         height, width = self._size(rgb)
         if rgb.size != (width, height):
             rgb = rgb.resize((width, height), self._images.resample)
@@ -399,7 +397,7 @@ def _opened(source: PictureSource) -> Iterator[Image]:
     except UnidentifiedImageError:
         problem = f"{_named(source)}, which is no picture that Pillow can read"
         raise PictureError(problem, "write it as PNG or JPEG") from None
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except (OSError, SyntaxError, ValueError, NotImplementedError, Image.DecompressionBombError) as error:
         raise PictureError(f"{_named(source)}, which cannot be read ({error})", "write it again") from None
     with image:
         if (limit := Image.MAX_IMAGE_PIXELS) is not None and image.width * image.height > limit:
@@ -409,6 +407,16 @@ def _opened(source: PictureSource) -> Iterator[Image]:
         if image.mode in _UNKNOWN_WHITE:
             raise PictureError(f"a picture of Pillow's mode {image.mode}", "write it as RGB or gray, of 8 or 16 bits")
         yield image
+
+
+def _upright(image: Image) -> Image:
+    """The image as it is seen, since a camera may have been turned; as it is stored where its EXIF data is broken."""
+    from PIL import ImageOps
+
+    try:
+        return ImageOps.exif_transpose(image)
+    except (OSError, SyntaxError, ValueError, struct.error):
+        return image
 
 
 def _in_8_bits(image: Image) -> Image:

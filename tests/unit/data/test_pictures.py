@@ -136,6 +136,17 @@ def test_a_jpeg_of_a_turned_camera_is_upright(processor):
     assert processor.num_tokens(turned) == 10
 
 
+def test_broken_exif_data_is_passed_over(processor):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    plain = content(noise(5, 140, 56), "JPEG")
+    whole = content(noise(5, 140, 56), "JPEG", exif=exif)
+    begin = whole.index(b"Exif\0\0") + 6
+    for broken in (b"MM\x80*", b"\xff" * 4):
+        turned = whole[:begin] + broken + whole[begin + 4 :]
+        np.testing.assert_array_equal(processor.read(turned).pixel_values, processor.read(plain).pixel_values)
+
+
 def test_16_bits_of_gray_are_their_upper_eight(processor):
     """Pillow makes all but the darkest of them white."""
     gray = np.arange(56 * 56, dtype=np.uint16).reshape(56, 56) * 20
@@ -238,10 +249,11 @@ def truncated(kind: str) -> bytes:
         (content(Image.new("1", (12000, 12000))), "a picture of 12000 x 12000 pixels, more than Pillow's limit"),
         (content(Image.new("1", (20000, 12000))), "which cannot be read (Image size (240000000 pixels) exceeds limit"),
         (content(Image.new("L", (900, 4))), "a picture of 900 x 4 pixels (absolute aspect ratio"),
+        (content(Image.new("L", (56, 56)), "DDS").replace(b"\0\0\2\0", bytes(4), 1), "which cannot be read (Unknown"),
         (content(Image.new("F", (56, 56)), "TIFF"), "a picture of Pillow's mode F; write it as RGB or gray"),
         (content(Image.new("LAB", (56, 56)), "TIFF"), "a picture of Pillow's mode LAB; write it as RGB or gray"),
     ],
-    ids=["none", "broken-png", "broken-jpeg", "huge", "bomb", "narrow", "float", "lab"],
+    ids=["none", "broken-png", "broken-jpeg", "huge", "bomb", "narrow", "dds", "float", "lab"],
 )
 def test_images_that_cannot_be_read_name_row_and_reason(write, vision_tokenizer, processor, make_row, image, reason):
     good = content(noise(1, 84, 84))
