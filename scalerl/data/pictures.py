@@ -139,6 +139,8 @@ class PictureProcessor:
         with _opened(source) as image:
             _load(image)
             rgb = _in_8_bits(_upright(image)).convert("RGB")
+        # The PNG has colors alone: no transparent one, no profile.
+        rgb.info.clear()
         height, width = self._size(rgb)
         if rgb.size != (width, height):
             rgb = rgb.resize((width, height), self._images.resample)

@@ -145,6 +145,16 @@ def test_broken_exif_data_is_passed_over(processor):
     np.testing.assert_array_equal(broken.pixel_values, processor.read(content(image)).pixel_values)
 
 
+def test_a_server_gets_colors_alone(processor):
+    """Of a picture with a transparent color too, which is shown as it is."""
+    red = Image.new("RGB", (56, 56), "red")
+    for options in ({"transparency": (255, 0, 0)}, {"icc_profile": b"profile"}, {}):
+        picture = processor.read(content(red, **options))
+        sent = Image.open(io.BytesIO(base64.b64decode(picture.url.partition(",")[2])))
+        assert sent.mode == "RGB" and not sent.info
+        np.testing.assert_array_equal(picture.pixel_values, processor.read(content(red)).pixel_values)
+
+
 def test_16_bits_of_gray_are_their_upper_eight(processor):
     """Pillow makes all but the darkest of them white."""
     gray = np.arange(56 * 56, dtype=np.uint16).reshape(56, 56) * 20
