@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 USAGE = f"""\
 usage: scalerl plan [train | sft] [FILE.yaml] key=value ... [--device-memory MEMORY] [--summary]
        scalerl plan [FILE.yaml] key=value ... --tune --devices N --device-memory MEMORY
-       scalerl plan --calibrate RUN [RUN ...]
+       scalerl plan --calibrate RUN [RUN ...] [--device-memory MEMORY | --hardware FILE]
 
 Memory of each device of a run and seconds of a step, phase by phase, from its configuration and the config.json of its
 models: no device, no data (data.train_files and data.val_files may be missing) and no weights are needed. A run that
@@ -161,6 +161,8 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
         asked.overrides = [word for word in asked.overrides if "=" in word]
     if asked.tune != (asked.devices is not None):
         raise UserError("--tune and --devices N belong together: layouts of a run on N devices")
+    if asked.calibrate and (asked.tune or asked.mean_response is not None):
+        raise UserError("--calibrate: layouts and lengths are those of the runs; give no --tune and no --mean-response")
     if asked.tune and asked.kind == "sft":
         raise UserError("--tune: ranks the layouts of scalerl train; give no sft")
     return asked

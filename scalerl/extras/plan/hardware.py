@@ -116,7 +116,7 @@ def read_hardware(path: Path) -> Hardware:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
-        raise UserError(f"--hardware {path}: {error}; make one with scalerl plan --calibrate {path}") from error
+        raise UserError(f"--hardware {path}: {error}; make one with scalerl plan --calibrate RUN") from error
     values = values if isinstance(values, dict) else {}
     wrong = sorted(values.keys() - known)
     wrong += [key for key, value in values.items() if key in known - {"name"} and not _is_rate(value)]

@@ -25,6 +25,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--compare", type=Path, metavar="RUN", help="draw the curves of another run beside them")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the files go; default: the run's directory")
     options = parser.parse_args(list(argv))
+    if options.out is not None and options.out.is_file():
+        raise UserError(f"--out {options.out}: is a file; give a directory")
     page.check_installed()
     other = None if options.compare is None else read_run(options.compare)
     for path in write(read_run(options.run), options.out or options.run, other):

@@ -187,7 +187,7 @@ def test_a_file_of_rates(tmp_path: Path) -> None:
         read_hardware(file)
     said = str(caught.value)
     assert "memory_bandwidth = 'fast' is no rate" in said and "speed is unknown" in said and "flops = " in said
-    with pytest.raises(UserError, match="--calibrate"):
+    with pytest.raises(UserError, match="--calibrate RUN"):
         read_hardware(tmp_path / "none.yaml")
 
 
@@ -199,6 +199,7 @@ def test_a_file_of_rates(tmp_path: Path) -> None:
         (["--tune"], "--tune and --devices N belong together"),
         (["--devices", "8"], "--tune and --devices N belong together"),
         (["sft", "--tune", "--devices", "8"], "give no sft"),
+        (["--calibrate", "run", "--tune", "--devices", "8"], "give no --tune"),
     ],
 )
 def test_options_that_are_wrong(arguments: list[str], said: str) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scalerl.errors import UserError
 from scalerl.extras.report import charts, page, who_waited
 from scalerl.extras.report.against_plan import planned
+from scalerl.extras.report.command import main
 from scalerl.extras.report.conversations import Message, compared, messages_of
 from scalerl.extras.report.faults import CONTINUED, fault_figure, faults
 from scalerl.extras.report.run_files import Answer, RunFiles, read_run
@@ -56,6 +57,12 @@ def test_what_is_no_run_is_an_error_of_the_user(tmp_path: Path, content: str | N
         (tmp_path / "metrics.jsonl").write_text(content)
     with pytest.raises(UserError, match=rf"{tmp_path}.*{says}"):
         read_run(tmp_path)
+
+
+def test_a_report_goes_into_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=f"--out {tmp_path}/file: is a file; give a directory"):
+        main([str(tmp_path), "--out", str(tmp_path / "file")])
 
 
 def test_a_curve_of_many_steps_keeps_its_extremes() -> None:
