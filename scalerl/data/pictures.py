@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 MARK = "<image>"
 # A picture as a data set holds it: its file's content, or the absolute path of its file.
 PictureSource = bytes | str
+# The file of a model's image processor.
+_PROCESSOR = "preprocessor_config.json"
 _SHAPE = 'write bytes, a path, or {"bytes": ...} or {"path": ...}'
 
 
@@ -59,9 +61,11 @@ class Picture:
     pixel_values: np.ndarray = field(compare=False, repr=False)
 
 
-def load_processor(directory: str | os.PathLike, config: ChatConfig) -> PictureProcessor | None:
+def load_processor(directory: str | os.PathLike, config: ChatConfig, *, served: bool = True) -> PictureProcessor | None:
     """The processor in a model's directory; None for a model that takes no pictures, or whose config.json is not there.
 
+    served: whether servers take pictures. Of a model that is trained without its tower, too, None where they do not, or
+    where the directory has no image processor.
     Raises DataError as `PictureProcessor`.
     """
     try:
@@ -70,7 +74,7 @@ def load_processor(directory: str | os.PathLike, config: ChatConfig) -> PictureP
         # Who reads the model's shape says so.
         return None
     vision = vision_config(model_config)
-    if vision is None:
+    if vision is None or (vision.is_optional and not (served and (Path(directory) / _PROCESSOR).is_file())):
         return None
     video = model_config.get("video_token_id")
     return PictureProcessor(directory, vision, [vision.image_token_id, *([] if video is None else [video])], config)
@@ -99,7 +103,7 @@ class PictureProcessor:
             raise DataError(
                 [
                     f"image processor in {directory} does not load: {type(error).__name__}: {error}; add the model's "
-                    "preprocessor_config.json"
+                    f"{_PROCESSOR}"
                 ]
             ) from error
         self._images = images

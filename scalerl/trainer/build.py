@@ -240,6 +240,7 @@ def build_models(cfg: PPOConfig, inputs: PPOInputs, groups: dict[str, WorkerGrou
         adapter=inputs.shapes["actor"].adapter,
         adapter_path=model.lora_adapter_path,
         freeze_vision_tower=model.freeze_vision_tower,
+        leave_out_tower=inputs.shapes["actor"].vision is None,
         trust_remote_code=model.trust_remote_code,
     )
     for role in model_roles(cfg):

@@ -26,7 +26,7 @@ STEPS = 3
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_trainer_and_servers_see_the_same(kept: Kept, start_job: StartJob, tmp_path: Path, family: str) -> None:
     """Rows with images, with several and without any in a step, of a tower that trains; every sync is verified."""
     for script, more in (("make_data.py", []), ("make_model.py", ["--model", family])):

@@ -22,10 +22,11 @@ from scalerl.rollout.samples import SampleRequest, make_samples
 from scalerl.rollout.servers.checksums import checksum_differences
 from scalerl.rollout.servers.client import GenerateRequest, RolloutError, SamplingParams
 from scalerl.rollout.servers.requests import ABORTED
+from tests.lanes import full
 from tests.pictures import content, noise, write_processor
 from tests.served_weights import expected_checksums
 from tests.sglang.conftest import Engine
-from tests.tiny_vision import IMAGE, load_tiny_vision_model, make_tiny_vision_model
+from tests.tiny_vision import IMAGE, load_tiny_vision_model, make_tiny_vision_model, sent_weights
 
 MARK = f"<|vision_start|>{IMAGE}<|vision_end|>"
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True)
@@ -39,6 +40,11 @@ class Model:
     family: str
     processor: PictureProcessor
     hf: PreTrainedModel
+
+    @property
+    def tolerance(self) -> float:
+        """Of gated delta nets that of test_sync_delta_net.py: float32 alone makes 1e-5 of transformers' states."""
+        return 1e-4 if self.family.startswith("qwen3_5") else 1e-5
 
     def pictures(self, numbers: Sequence[int]) -> list[Picture]:
         images = [noise(1, 84, 56), noise(2, 60, 130), noise(3, 56, 84)]
@@ -68,10 +74,10 @@ class Model:
         rows = self.logprobs(request.input_ids + output_ids, request.pictures)[len(request.input_ids) - 1 : -1]
         assert output_ids == rows.argmax(-1).tolist()
         expected = rows.gather(1, torch.tensor(output_ids)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=0, atol=self.tolerance)
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.full)])
+@pytest.fixture(scope="module", params=["qwen2_5_vl", *map(full, ("qwen3_vl", "qwen3_5", "qwen3_5_moe"))])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     path = make_tiny_vision_model(tmp_path_factory.mktemp("model"), request.param, num_layers=3)
     write_processor(path, request.param)
@@ -98,7 +104,7 @@ def test_answers_are_those_of_transformers(model: Model, engine: Engine) -> None
     )
     (again,) = engine.generate([replace(requests[2], n=1, seeds=[1], progress=(begun,))])
     assert again.output_ids == whole.output_ids
-    torch.testing.assert_close(torch.tensor(again.logprobs), torch.tensor(whole.logprobs), rtol=0, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(again.logprobs), torch.tensor(whole.logprobs), rtol=0, atol=model.tolerance)
     # The same tokens, and another picture of the same size.
     other = replace(requests[1], request_id="other", pictures=tuple(model.pictures([2])))
     (output,) = engine.generate([other])
@@ -120,11 +126,11 @@ def test_pictures_that_a_server_counts_otherwise_are_an_error(model: Model, engi
 def test_a_new_tower_answers_for_pictures_that_the_server_has_seen(model: Model, engine: Engine) -> None:
     request = model.request("two")
     (before,) = engine.generate([request])
-    weights = load_file(model.path / "model.safetensors")
+    stored, weights = load_file(model.path / "model.safetensors"), sent_weights(model.path, model.family)
     torch.manual_seed(3)
     towers = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in weights.items() if "visual" in name}
     assert towers
-    save_file(weights | towers, model.path / "model.safetensors", metadata={"format": "pt"})
+    save_file(stored | towers, model.path / "model.safetensors", metadata={"format": "pt"})
     old, model.hf = model.hf, load_tiny_vision_model(model.path, model.family).eval()
     try:
         engine.load(sorted((weights | towers).items()), policy_version=1)
@@ -136,7 +142,7 @@ def test_a_new_tower_answers_for_pictures_that_the_server_has_seen(model: Model,
         model.check(request, after.output_ids, after.logprobs)
     finally:
         engine.load(sorted(weights.items()), policy_version=0)
-        save_file(weights, model.path / "model.safetensors", metadata={"format": "pt"})
+        save_file(stored, model.path / "model.safetensors", metadata={"format": "pt"})
         model.hf = old
 
 
@@ -176,11 +182,11 @@ def test_programs_show_pictures_and_a_sampled_placeholder_ends_the_sample(model:
     rows = model.logprobs(ids, trajectory.pictures)[len(trajectory.prompt_ids) - 1 : -1]
     mask = torch.tensor(trajectory.response_mask)
     expected = rows.gather(1, torch.tensor(trajectory.token_ids)[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(trajectory.logprobs)[mask], expected[mask], rtol=0, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(trajectory.logprobs)[mask], expected[mask], rtol=0, atol=model.tolerance)
 
     # A head that says it first of all.
     placeholder = model.processor.vision.image_token_id
-    weights = load_file(model.path / "model.safetensors")
+    weights = sent_weights(model.path, model.family)
     direction = model.hidden(trajectory.prompt_ids, trajectory.pictures[:1])[-1]
     head = -direction.expand(len(weights["lm_head.weight"]), -1).clone()
     head[placeholder] = direction

@@ -81,7 +81,8 @@ def check_processor(errors: ErrorCollector, cfg: PPOConfig | SFTConfig) -> Pictu
     model, key = policy_model(cfg)
     # A directory that cannot be read is in `errors`: its tokenizer was read before.
     directory = ErrorCollector().attempt(lambda: model_directory(model.path, key))
-    return None if directory is None else errors.attempt(lambda: load_processor(directory, cfg.data))
+    served = _takes_pictures(cfg)
+    return None if directory is None else errors.attempt(lambda: load_processor(directory, cfg.data, served=served))
 
 
 def check_models(
@@ -130,7 +131,10 @@ def check_models(
 def trained_shape(
     errors: ErrorCollector, cfg: PPOConfig | SFTConfig, shape: ModelShape, role: str = "actor"
 ) -> ModelShape:
-    """The shape of a trained model with the adapter that its keys describe, and a vision tower that they freeze."""
+    """The shape of a trained model with the adapter that its keys describe, and a vision tower that they freeze.
+
+    Without an optional tower where servers take no pictures.
+    """
     if isinstance(cfg, SFTConfig):
         model, path, megatron = cfg.model, cfg.model.path, cfg.megatron
         sections = {"section": "model", "megatron_section": "megatron"}
@@ -141,6 +145,8 @@ def trained_shape(
         policy = cfg.actor_rollout_ref
         model, path, megatron = policy.model, policy.model.path, policy.actor.megatron
         sections = {"section": "actor_rollout_ref.model", "megatron_section": f"{ACTOR}.megatron"}
+    if role == "actor" and shape.vision is not None and shape.vision.is_optional and not _takes_pictures(cfg):
+        shape = shape.without_tower()
     if model.freeze_vision_tower and shape.vision is None:
         key = f"{sections['section']}.freeze_vision_tower"
         errors.violations.append(
@@ -149,6 +155,11 @@ def trained_shape(
     elif model.freeze_vision_tower:
         shape = replace(shape, frozen_tower=True)
     return with_adapter(errors, shape, model, megatron, **sections)
+
+
+def _takes_pictures(cfg: PPOConfig | SFTConfig) -> bool:
+    """Whether the servers of a run, if it has any, take pictures."""
+    return isinstance(cfg, SFTConfig) or ENGINES[cfg.actor_rollout_ref.rollout.name].takes_pictures
 
 
 def check_judge(errors: ErrorCollector, judge: JudgeConfig) -> None:

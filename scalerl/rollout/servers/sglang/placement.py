@@ -82,7 +82,7 @@ TOWER_CUTS = {
 
 _NAME = re.compile(r"^(?P<prefix>.*?)(?P<module>[a-z_]+)\.(?P<leaf>weight|bias|e_score_correction_bias)$")
 _DELTA_NAME = re.compile(r"^(?P<prefix>.*\.linear_attn\.)(?P<part>.+)$")
-_ZERO_CENTRED_NORM = re.compile(r"^(?P<prefix>(?!.*\.linear_attn\.).*norm\.)weight$")
+_ZERO_CENTRED_NORM = re.compile(r"^(?P<prefix>(?!visual\.|.*\.linear_attn\.).*norm\.)weight$")
 _STACK_NAME = re.compile(rf"^(?P<prefix>.*\.experts\.)(?P<part>{'|'.join(STACK_PLACES)})$")
 _TOWER_NAME = re.compile(r"^(?:model\.)?(?P<module>visual\..+)\.(?P<leaf>weight|bias)$")
 _EXPERT_NAME = re.compile(r"^(?P<prefix>.*\.experts\.)(?P<expert>\d+)\.(?P<part>[a-z0-9_]+)\.weight$")
@@ -123,6 +123,8 @@ class SGLangPlacement(Placement):
             place = _adapter_place(name)
             yield from ((rank, place, tensor) for rank in ranks)
             return
+        if self._has_tower:
+            name = name.replace("model.language_model.", "model.")
         expert = _EXPERT_NAME.match(name)
         if expert is not None and expert["part"] in self._expert_parts:
             yield from self._parts_of_expert(expert, tensor, ranks)
@@ -167,7 +169,7 @@ class SGLangPlacement(Placement):
         """As `_place`, of a model with a vision tower."""
         tower = _TOWER_NAME.match(name)
         if tower is None:
-            return self._place(name.replace("model.language_model.", "model."))
+            return self._place(name)
         module, leaf = tower["module"], tower["leaf"]
         cut = next((cut for end, cut in TOWER_CUTS.items() if module.endswith(f".{end}")), "whole")
         before, _, last = module.rpartition(".")

@@ -267,7 +267,8 @@ def test_a_gpu_server_whose_experts_are_checked_keeps_them_as_they_are_loaded(tm
         apart = "--disable-shared-experts-fusion" in command
         return pinned, env.get("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"), apart
 
-    with_shared_experts = {"deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_5_moe_text", "qwen3_next"}
+    with_shared_experts = {"deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next"}
+    with_shared_experts |= {"qwen3_5_moe", "qwen3_5_moe_text"}
     for family in MIXTURES:
         assert started(family) == ("triton", "0", family in with_shared_experts)
     assert started("qwen3_moe", moe_a2a_backend="deepep") == ("deep_gemm", "0", False)
