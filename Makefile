@@ -18,7 +18,8 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZ
 
 PYTEST_ARGS ?=
 PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest --durations=25
-# Each in one process, without services. Some wait a second or two: one more than cores; beside other work half as many.
+# Each in one process, without services. Some wait a second or two: one more than cores; beside other work half as many,
+# when that waits.
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 AT_MOST_8 = $(shell echo $$(($(1) > 8 ? 8 : $(1))))
 UNIT = -n $(call AT_MOST_8,$(CORES) + 1) tests/unit
@@ -133,7 +134,7 @@ else
 endif
 
 unit-beside: setup
-	@$(call AT_THE_END,$(PYTEST) $(MAIN) $(QUICK) $(FAMILIES_PART) $(PYTEST_ARGS) $(UNIT_BESIDE))
+	@$(call AT_THE_END,nice -n 5 env $(PYTEST) $(MAIN) $(QUICK) $(FAMILIES_PART) $(PYTEST_ARGS) $(UNIT_BESIDE))
 
 services: setup
 	$(PYTEST) $(MAIN) $(FAMILIES_PART) $(PYTEST_ARGS) $(SERVICES)

@@ -143,12 +143,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def measured_on(models: dict[str, str]) -> Callable[[str], list[dict[str, FromEngine]]]:
-    """Layout -> [rank][family]"""
+def measured_on(models: dict[str, str]) -> Callable[[str, bool], list[dict[str, FromEngine]]]:
+    """Layout, and whether `make test` has it of the family -> [rank][family]"""
 
     @cache
-    def run(name: str) -> list[dict[str, FromEngine]]:
-        mine = {family: path for family, path in models.items() if (name, family) in CASES}
+    def run(name: str, main: bool) -> list[dict[str, FromEngine]]:
+        cases = [case for case in CASES if is_main(case) == main]
+        mine = {family: path for family, path in models.items() if (name, family) in cases}
         return run_ranks(LAYOUTS[name]["world_size"], measure, mine, LAYOUTS[name])
 
     return run
@@ -165,7 +166,7 @@ on_layouts = pytest.mark.parametrize(("layout", "family"), mostly_full(CASES, is
 @pytest.fixture
 def measured(layout: str, family: str, measured_on: Callable) -> list[FromEngine]:
     """One for each rank."""
-    return [rank[family] for rank in measured_on(layout)]
+    return [rank[family] for rank in measured_on(layout, is_main((layout, family)))]
 
 
 @pytest.fixture

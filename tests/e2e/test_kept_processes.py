@@ -115,6 +115,7 @@ def test_the_numbers_are_those_of_new_processes(
     assert len(before) >= 2 and ranks() == before, "the last two runs had the same processes"
 
 
+@pytest.mark.full
 def test_what_goes_on_is_found_and_what_died_while_it_waited_is_not_taken(
     inputs: Inputs, kept: Kept, tmp_path: Path
 ) -> None:

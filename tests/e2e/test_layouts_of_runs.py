@@ -43,8 +43,9 @@ LAYOUTS = {
     "ep2": (2, [f"{EP}=2"]),
     "tp2_ep2": (4, [f"{EP}=2", f"{TP}=2"]),
 }  # fmt: skip
-CORE = [("qwen3", name) for name in ("dp2", "tp2", "cp2", "vpp2_pp2", "recompute")]
+CORE = [("qwen3", name) for name in ("dp2", "tp2", "cp2", "vpp2_pp2")]
 FULL = [
+    ("qwen3", "recompute"),
     ("qwen3", "pp2"),
     ("qwen3_moe", "ep2"),
     ("qwen3", "tp2_dp2"),

@@ -30,6 +30,7 @@ from tests.slurm.jobs import (
 from tests.slurm.minislurm import MiniSlurm
 
 
+@pytest.mark.full
 def test_four_nodes_with_their_devices(
     slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

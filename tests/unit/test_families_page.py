@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.families import cells_of
+from tests.lanes import full
 
 ROOT = Path(__file__).parents[2]
 CONFTEST = """
@@ -128,7 +129,7 @@ def page_after(project: Path, part: str, *arguments: str) -> str:
     return (project / "out" / "families.md").read_text()
 
 
-@pytest.mark.parametrize("arguments", [(), ("-n", "2")], ids=["one process", "xdist"])
+@pytest.mark.parametrize("arguments", [(), full(("-n", "2"), id="xdist")])
 def test_cells_and_failures(project: Path, arguments: tuple[str, ...]) -> None:
     page = page_after(project, "all", *arguments)
     assert ", ended: 3 failed, 6 passed, 2 skipped\n" in page

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from scalerl.base.lean_imports import lean_imports
 from scalerl.models import HFWeights, read_config, weight_block
 from scalerl.rollout.servers.checksums import tensor_checksum
 from scalerl.rollout.servers.embedded.decode_rows import SequenceCache, decode, prefill
@@ -79,7 +80,9 @@ class DecodingEngine:
         self.policy_version = "0"
         self.device = torch.device(device)
         # Its class is the one that the directory names.
-        self._model: Any = _model(model_path, dtype, trust_remote_code)
+        # It is made on torch's device "meta", whose random numbers import torch's compiler.
+        with lean_imports(compiler=False):
+            self._model: Any = _model(model_path, dtype, trust_remote_code)
         self._model.to(self.device).eval().requires_grad_(False)
         self._parameters: dict[str, Tensor] = file_tensors(self._model, read_config(model_path).get("model_type"))
         self._vocab_size: int = self._model.get_input_embeddings().num_embeddings

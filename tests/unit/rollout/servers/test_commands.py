@@ -86,7 +86,7 @@ def test_a_server_with_adapters_has_the_arguments_for_them() -> None:
         assert not any("lora" in argument for argument in sglang_command(RolloutConfig(), device)[0])
 
 
-@pytest.mark.parametrize("arguments", [[RETURNS_EXPERTS], [LOADS_ADAPTERS], []])
+@pytest.mark.parametrize("arguments", [[RETURNS_EXPERTS], [LOADS_ADAPTERS]])
 def test_processes_that_sglang_spawns_have_the_hooks_of_their_arguments(arguments: list[str]) -> None:
     """As multiprocessing starts them: they run the server's module again, under another name, before anything else."""
     program = f"""
