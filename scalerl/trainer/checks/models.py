@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +97,7 @@ def check_models(
     policy, key = policy_model(cfg)
     shapes = {"actor": errors.attempt(lambda: read_model(policy.path, key))}
     if (shape := shapes["actor"]) is not None:
-        shapes["actor"] = shape = trained_shape(errors, cfg, shape)
+        shapes["actor"] = shape = trained_shape(errors, cfg, seeing_shape(cfg, shape))
         if device is not None:
             errors.violations.extend(
                 actor_violations(cfg, shape, device=device)
@@ -118,7 +117,7 @@ def check_models(
         is_said = shapes["actor"] is None and role.model_path == policy.path
         if role.model_path is None or is_said:
             continue
-        shape = errors.attempt(partial(read_role, role))
+        shape = errors.attempt(lambda role=role: seeing_shape(cfg, read_role(role)))
         if shape is not None and role.name == "critic":
             shape = trained_shape(errors, cfg, shape, role="critic")
         shapes[role.name] = shape
@@ -131,10 +130,7 @@ def check_models(
 def trained_shape(
     errors: ErrorCollector, cfg: PPOConfig | SFTConfig, shape: ModelShape, role: str = "actor"
 ) -> ModelShape:
-    """The shape of a trained model with the adapter that its keys describe, and a vision tower that they freeze.
-
-    Without an optional tower where servers take no pictures.
-    """
+    """The shape of a trained model with the adapter that its keys describe, and a vision tower that they freeze."""
     if isinstance(cfg, SFTConfig):
         model, path, megatron = cfg.model, cfg.model.path, cfg.megatron
         sections = {"section": "model", "megatron_section": "megatron"}
@@ -145,8 +141,6 @@ def trained_shape(
         policy = cfg.actor_rollout_ref
         model, path, megatron = policy.model, policy.model.path, policy.actor.megatron
         sections = {"section": "actor_rollout_ref.model", "megatron_section": f"{ACTOR}.megatron"}
-    if role == "actor" and shape.vision is not None and shape.vision.is_optional and not _takes_pictures(cfg):
-        shape = shape.without_tower()
     if model.freeze_vision_tower and shape.vision is None:
         key = f"{sections['section']}.freeze_vision_tower"
         errors.violations.append(
@@ -155,6 +149,12 @@ def trained_shape(
     elif model.freeze_vision_tower:
         shape = replace(shape, frozen_tower=True)
     return with_adapter(errors, shape, model, megatron, **sections)
+
+
+def seeing_shape(cfg: PPOConfig | SFTConfig, shape: ModelShape) -> ModelShape:
+    """The shape as the run has it: without an optional vision tower where its servers take no pictures."""
+    is_blind = shape.vision is not None and shape.vision.is_optional and not _takes_pictures(cfg)
+    return shape.without_tower() if is_blind else shape
 
 
 def _takes_pictures(cfg: PPOConfig | SFTConfig) -> bool:
