@@ -12,7 +12,7 @@ from PIL import Image
 from tests.tiny_vision import END, IMAGE, START, tiny_vision_tokenizer
 
 # Of the tiny models' towers.
-PATCH_SIZES = {"qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_5": 16, "qwen3_5_moe": 16}
+PATCH_SIZES = {"qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_vl_moe": 16, "qwen3_5": 16, "qwen3_5_moe": 16}
 MIN_PIXELS, MAX_PIXELS = 28 * 28, 28 * 28 * 64
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"

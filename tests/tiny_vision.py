@@ -44,7 +44,7 @@ _QWEN3 = _QWEN3_5 | {"deepstack_visual_indexes": [0, 1]}
 _QWEN2 = {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}
 _TOWERS: dict[str, dict[str, Any]] = {"qwen2_5_vl": _QWEN2, "qwen3_vl": _QWEN3, "qwen3_vl_moe": _QWEN3}
 _TOWERS |= {"qwen3_5": _QWEN3_5, "qwen3_5_moe": _QWEN3_5}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 
 
 def tiny_vision_tokenizer() -> PreTrainedTokenizerFast:
@@ -64,8 +64,12 @@ def make_tiny_vision_model(
     tied: bool = False,
     seed: int = 0,
     initializer_range: float = 0.2,
+    **tower: Any,
 ) -> Path:
-    """Writes config, safetensors and tokenizer to `path`; returns it.  Biases and norms are random too."""
+    """Writes config, safetensors and tokenizer to `path`; returns it.  Biases and norms are random too.
+
+    tower: other values of vision_config.
+    """
     tokenizer = tiny_vision_tokenizer()
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in (START, END, IMAGE, VIDEO)}
     text: dict[str, Any] = dict(
@@ -97,7 +101,7 @@ def make_tiny_vision_model(
     config_class, model_class = FAMILIES[family]
     config = config_class(
         text_config=text,
-        vision_config={**_TOWER, **_TOWERS[family], "out_hidden_size": 64},
+        vision_config={**_TOWER, **_TOWERS[family], "out_hidden_size": 64, **tower},
         image_token_id=ids[IMAGE],
         video_token_id=ids[VIDEO],
         vision_start_token_id=ids[START],

@@ -61,8 +61,12 @@ class Jagged:
         return Jagged(torch.cat(filled), cu_seqlens, columns[0].per_token)
 
     def __getstate__(self) -> dict[str, Any]:
-        # numpy arrays cross the object store without a copy; torch tensors do not.
-        return {"values": self.values.numpy(), "cu_seqlens": self.cu_seqlens.numpy(), "per_token": self.per_token}
+        # numpy arrays cross the object store without a copy; torch tensors do not. Of pictures, which the samples of a
+        # prompt have in common, each row crosses it once.
+        firsts, places = ([], []) if self.per_token else _distinct_rows(self)
+        sent = self.select(firsts) if len(firsts) < len(places) else self
+        state = {"values": sent.values.numpy(), "cu_seqlens": sent.cu_seqlens.numpy(), "per_token": self.per_token}
+        return state if sent is self else state | {"places": places}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Arrays from the object store are read-only; a copy may be changed in place. The experts of tokens (two more
@@ -71,6 +75,26 @@ class Jagged:
             array = state[name]
             object.__setattr__(self, name, _shared(array) if array.ndim > 2 else torch.from_numpy(array.copy()))
         object.__setattr__(self, "per_token", state["per_token"])
+        if "places" in state:
+            self.__dict__.update(vars(self.select(state["places"])))
+
+
+def _distinct_rows(column: Jagged) -> tuple[list[int], list[int]]:
+    """-> (the first row of each content, for each row the number of its content)."""
+    firsts: list[int] = []
+    places: list[int] = []
+    # Length and a few values of a row -> contents that have them.
+    alike: dict[tuple[int, bytes], list[int]] = {}
+    for row in range(len(column)):
+        values = column[row]
+        few = values.flatten()[:: values.numel() // 64 + 1].numpy().tobytes()
+        numbers = alike.setdefault((len(values), few), [])
+        number = next((number for number in numbers if torch.equal(column[firsts[number]], values)), len(firsts))
+        if number == len(firsts):
+            firsts.append(row)
+            numbers.append(number)
+        places.append(number)
+    return firsts, places
 
 
 def _shared(array: np.ndarray) -> Tensor:

@@ -35,6 +35,8 @@ _RETRY_S = 10.0
 # A record is given up after this many attempts if the server answers other requests.
 _MAX_ATTEMPTS = 3
 SPOOL = "mlflow_spool"
+# A PNG of one transparent point.
+_NO_IMAGE = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNgYAAAAAMAASsJTYQAAAAASUVORK5CYII="
 
 
 @register_backend("mlflow")
@@ -105,15 +107,20 @@ class MlflowBackend:
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
         """Records a table as artifact {name}/step_{step}.json, in the form that MLflow shows as a table.
 
-        The form is {"columns": [...], "data": [[...], ...]}. An image is a file beside it.
+        The form is {"columns": [...], "data": [[...], ...]}. An image is a file beside it. MLflow shows the images of a
+        column that has nothing else, so that its other cells get one of nothing.
         """
         folder, images = metric_name(name), dict[str, str]()
+        of_images = {column for cells in rows for column, value in enumerate(cells) if isinstance(value, bytes)}
 
         def cell(value: Any, row: int, column: int) -> Any:
-            if not isinstance(value, bytes):
+            if column not in of_images:
                 return value
-            file = f"{folder}/images/step_{step}_{row}_{column}.png"
-            images[file] = base64.b64encode(value).decode()
+            file, content = f"{folder}/images/none.png", _NO_IMAGE
+            if isinstance(value, bytes):
+                file = f"{folder}/images/step_{step}_{row}_{column}.png"
+                content = base64.b64encode(value).decode()
+            images[file] = content
             return {"type": "image", "filepath": file, "compressed_filepath": file}
 
         data = [[cell(value, row, column) for column, value in enumerate(cells)] for row, cells in enumerate(rows)]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +24,6 @@ from scalerl.rollout.samples import SampleRequest, make_samples
 from scalerl.rollout.servers.checksums import checksum_differences
 from scalerl.rollout.servers.client import GenerateRequest, RolloutError, SamplingParams
 from scalerl.rollout.servers.requests import ABORTED
-from tests.lanes import full
 from tests.pictures import content, noise, write_processor
 from tests.served_weights import expected_checksums
 from tests.sglang.conftest import Engine
@@ -32,6 +33,47 @@ MARK = f"<|vision_start|>{IMAGE}<|vision_end|>"
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True)
 TEXTS = {"no picture": "hi", "one": f"hi {MARK} what", "two": f"a {MARK} b {MARK} c"}
 PICTURES = {"no picture": [], "one": [0], "two": [0, 1]}
+# Widths that SGLang pads: of the tower's MLPs to 96, on two ranks to 128; of experts (40) to 64 in both cases.
+TOWER: dict[str, Any] = {"intermediate_size": 72}
+# Of a mixture SGLang feeds three layers.
+TOWERS = {"qwen3_vl_moe": TOWER | {"depth": 3, "deepstack_visual_indexes": [0, 1, 2]}}
+# One number of a tensor of a changed model, the parameter that has it, and its rank of two where experts are apart.
+SPOILED = {
+    "qwen2_5_vl": ("visual.blocks.1.mlp.up_proj.weight", "visual.blocks.1.mlp.gate_up_proj.weight"),
+    "qwen3_vl": ("model.visual.blocks.1.mlp.linear_fc2.weight", "visual.blocks.1.mlp.linear_fc2.weight"),
+    "qwen3_vl_moe": (
+        "model.language_model.layers.1.mlp.experts.gate_up_proj",
+        "model.layers.1.mlp.experts.w13_weight",
+    ),
+    "qwen3_5": ("model.visual.blocks.1.mlp.linear_fc2.weight", "visual.blocks.1.mlp.linear_fc2.weight"),
+    "qwen3_5_moe": (
+        "model.language_model.layers.1.mlp.experts.3.up_proj.weight",
+        "model.layers.1.mlp.experts.w13_weight",
+    ),
+}
+
+
+def case(family: str, tp_size: int = 1, ep_size: int = 1) -> Any:
+    layout = "".join(f"-{name}{size}" for name, size in (("tp", tp_size), ("ep", ep_size)) if size > 1)
+    one_core = tp_size > 1 and len(os.sched_getaffinity(0)) < 2
+    marks = [pytest.mark.skipif(one_core, reason="SGLang on CPU binds each rank to a core of its own")]
+    if (family, tp_size) != ("qwen2_5_vl", 1):
+        marks.append(pytest.mark.full)
+    return pytest.param((family, tp_size, ep_size), id=family + layout, marks=marks)
+
+
+CASES = [
+    case("qwen2_5_vl"),
+    case("qwen3_vl"),
+    case("qwen3_vl_moe"),
+    case("qwen2_5_vl", tp_size=2),
+    case("qwen3_vl", tp_size=2),
+    case("qwen3_vl_moe", tp_size=2),
+    case("qwen3_vl_moe", tp_size=2, ep_size=2),
+    case("qwen3_5"),
+    case("qwen3_5_moe"),
+    case("qwen3_5_moe", tp_size=2),
+]
 
 
 @dataclass
@@ -39,7 +81,12 @@ class Model:
     path: Path
     family: str
     processor: PictureProcessor
-    hf: PreTrainedModel
+    tp_size: int
+    own: dict[str, Any]
+    hf: PreTrainedModel = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.load()
 
     @property
     def tolerance(self) -> float:
@@ -58,7 +105,12 @@ class Model:
     @torch.no_grad()
     def logprobs(self, ids: list[int], pictures: Sequence[Picture]) -> Tensor:
         """[len(ids), V] of one forward pass of transformers."""
-        return self.hf.lm_head(self.hidden(ids, pictures)).float().log_softmax(-1)
+        return self.hf.lm_head(self.hidden(ids, pictures)).log_softmax(-1).float()
+
+    def load(self) -> None:
+        """Reads transformers' model; of its own rounding a sum of float32 may have more than the server."""
+        arguments = {"experts_implementation": "eager"} if self.family.endswith("_moe") else {}
+        self.hf = load_tiny_vision_model(self.path, self.family, **arguments).eval().double()
 
     @torch.no_grad()
     def hidden(self, ids: list[int], pictures: Sequence[Picture]) -> Tensor:
@@ -66,7 +118,9 @@ class Model:
         inputs = {"input_ids": torch.tensor([ids])}
         inputs["mm_token_type_ids"] = (inputs["input_ids"] == self.processor.vision.image_token_id).int()
         if pictures:
-            inputs["pixel_values"] = torch.cat([torch.from_numpy(picture.pixel_values) for picture in pictures])
+            inputs["pixel_values"] = torch.cat(
+                [torch.from_numpy(picture.pixel_values).double() for picture in pictures]
+            )
             inputs["image_grid_thw"] = torch.tensor([picture.grid_thw for picture in pictures])
         return self.hf.model(**inputs, use_cache=False).last_hidden_state[0]
 
@@ -77,18 +131,23 @@ class Model:
         torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=0, atol=self.tolerance)
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", *map(full, ("qwen3_vl", "qwen3_5", "qwen3_5_moe"))])
+@pytest.fixture(scope="module", params=CASES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    path = make_tiny_vision_model(tmp_path_factory.mktemp("model"), request.param, num_layers=3)
-    write_processor(path, request.param)
+    family, tp_size, ep_size = request.param
+    tower = TOWERS.get(family, TOWER)
+    path = make_tiny_vision_model(tmp_path_factory.mktemp("model"), family, num_layers=3, **tower)
+    write_processor(path, family)
     processor = load_processor(path, DataConfig())
     assert processor is not None
-    return Model(path, request.param, processor, load_tiny_vision_model(path, request.param).eval())
+    own = {"ep_size": ep_size} if ep_size > 1 else {}
+    return Model(path, family, processor, tp_size, own)
 
 
 @pytest.fixture(scope="module")
-def engine(model: Model, start_engine: Callable[..., Engine]) -> Engine:
-    return start_engine("sglang", model.path, synced=True)
+def engine(model: Model, start_engine: Callable[..., Engine]) -> Iterator[Engine]:
+    engine = start_engine("sglang", model.path, model.tp_size, synced=True, **model.own)
+    yield engine
+    engine.server.stop()
 
 
 def test_answers_are_those_of_transformers(model: Model, engine: Engine) -> None:
@@ -124,26 +183,40 @@ def test_pictures_that_a_server_counts_otherwise_are_an_error(model: Model, engi
 
 
 def test_a_new_tower_answers_for_pictures_that_the_server_has_seen(model: Model, engine: Engine) -> None:
-    request = model.request("two")
+    """Experts are changed too."""
+    request, config = model.request("two"), json.loads((model.path / "config.json").read_text())
     (before,) = engine.generate([request])
     stored, weights = load_file(model.path / "model.safetensors"), sent_weights(model.path, model.family)
-    torch.manual_seed(3)
-    towers = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in weights.items() if "visual" in name}
-    assert towers
-    save_file(stored | towers, model.path / "model.safetensors", metadata={"format": "pt"})
-    old, model.hf = model.hf, load_tiny_vision_model(model.path, model.family).eval()
+    torch.manual_seed(4)
+    new = weights | {
+        name: tensor + 0.05 * torch.randn_like(tensor)
+        for name, tensor in weights.items()
+        if "visual" in name or ".experts." in name
+    }
+
+    def differences(loaded: dict[str, Tensor], policy_version: int) -> list[str]:
+        engine.load(sorted(loaded.items()), policy_version, model.tp_size)
+        named, own = sorted(new.items()), {"sglang": model.own}
+        expected = expected_checksums(named, config, model.tp_size, "sglang", engine_kwargs=own)
+        return checksum_differences(expected, engine.client.checksums())
+
+    save_file(new, model.path / "model.safetensors", metadata={"format": "pt"})
+    model.load()
     try:
-        engine.load(sorted((weights | towers).items()), policy_version=1)
-        config = json.loads((model.path / "config.json").read_text())
-        expected = expected_checksums(sorted((weights | towers).items()), config, 1, "sglang")
-        assert not checksum_differences(expected, engine.client.checksums())
+        assert not differences(new, 1)
         (after,) = engine.generate([replace(request, request_id="again")])
         assert after.policy_version == 1 and after.output_ids != before.output_ids
         model.check(request, after.output_ids, after.logprobs)
+
+        name, parameter = SPOILED[model.family]
+        spoiled = new[name].clone()
+        spoiled.view(-1)[-1] += 1e-6
+        (line,) = differences(new | {name: spoiled}, 2)
+        assert line.startswith(f"rank {model.tp_size - 1} {parameter}: trainer ")
     finally:
-        engine.load(sorted(weights.items()), policy_version=0)
+        engine.load(sorted(weights.items()), 0, model.tp_size)
         save_file(stored, model.path / "model.safetensors", metadata={"format": "pt"})
-        model.hf = old
+        model.load()
 
 
 def test_programs_show_pictures_and_a_sampled_placeholder_ends_the_sample(model: Model, engine: Engine) -> None:
@@ -188,13 +261,13 @@ def test_programs_show_pictures_and_a_sampled_placeholder_ends_the_sample(model:
     placeholder = model.processor.vision.image_token_id
     weights = sent_weights(model.path, model.family)
     direction = model.hidden(trajectory.prompt_ids, trajectory.pictures[:1])[-1]
-    head = -direction.expand(len(weights["lm_head.weight"]), -1).clone()
+    head = -direction.float().expand(len(weights["lm_head.weight"]), -1).clone()
     head[placeholder] = direction
-    engine.load(sorted((weights | {"lm_head.weight": head}).items()), policy_version=1)
+    engine.load(sorted((weights | {"lm_head.weight": head}).items()), policy_version=1, tp_size=model.tp_size)
     try:
         (sample,) = run(1, replace(GREEDY, max_new_tokens=40, ignore_eos=False, stop_token_ids=(placeholder,)))
     finally:
-        engine.load(sorted(weights.items()), policy_version=0)
+        engine.load(sorted(weights.items()), policy_version=0, tp_size=model.tp_size)
     (trajectory,) = sample.trajectories
     assert trajectory.token_ids == [placeholder] and trajectory.response_mask == [True]
     assert len(trajectory.pictures) == 1 and trajectory.finish_reason == "length"

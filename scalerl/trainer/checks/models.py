@@ -36,7 +36,10 @@ from scalerl.trainer.checks.adapters import adapter_rate_line, served_adapter_vi
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from scalerl.data import PromptTable, RLHFDataset, SFTDataset
     from scalerl.data.pictures import PictureProcessor
+
+    Dataset = RLHFDataset | PromptTable | SFTDataset
 
 log = logging.getLogger(__name__)
 # Parameters of a model, and the learning rate below which one that has fewer hardly learns.
@@ -386,6 +389,21 @@ def tokenizer_violations(
             f"{token + 1 - vocab_size}; take the added tokens out of the tokenizer, or give the model rows for "
             "them (transformers' resize_token_embeddings)"
         )
+
+
+def warn_of_idle_towers(cfg: PPOConfig | SFTConfig, shapes: Mapping[str, ModelShape], rows: Dataset) -> None:
+    """Warns of each vision tower that would be trained although no row has images.  shapes: of each role's model."""
+    sections = {"actor": "model" if isinstance(cfg, SFTConfig) else "actor_rollout_ref.model", "critic": "critic.model"}
+    trained = [(section, shapes[role]) for role, section in sections.items() if role in shapes]
+    towers = [section for section, shape in trained if shape.vision and not (shape.frozen_tower or shape.adapter)]
+    if not towers or any(rows[row].images for row in range(len(rows))):
+        return
+    for section in towers:
+        key = f"{section}.freeze_vision_tower"
+        log.warning(
+            "%s = false: no row of data.train_files has images, so the vision tower gets no gradient, and weight "
+            "decay alone changes it; set %s=true", key, key,
+        )  # fmt: skip
 
 
 def layouts_violations(cfg: PPOConfig | SFTConfig, shapes: Mapping[str, ModelShape]) -> list[str]:

@@ -35,6 +35,7 @@ from scalerl.trainer.checks.models import (
     check_processor,
     check_reference_server,
     check_tokenizer,
+    warn_of_idle_towers,
 )
 from scalerl.trainer.checks.resume import check_resume
 from scalerl.trainer.custom_fit import Fit
@@ -90,6 +91,7 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
     digests: compare the digests of the checkpoint to resume from; False: only its files and their sizes.
     """
     from scalerl.data import create_rl_dataset
+    from scalerl.rollout.program import single_turn
     from scalerl.trainer.checks.user_code import load_code, try_code, with_tools
 
     errors, runs_here = ErrorCollector(), device is None
@@ -124,6 +126,9 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
     if train is not None and not broken and not cfg.trainer.val_only:
         errors.violations.extend(too_few_prompts(cfg, len(train)))
         errors.violations.extend(decay_to_the_end(cfg, len(train)))
+        # A program may show images that no row has.
+        if code.program is single_turn:
+            warn_of_idle_towers(cfg, shapes, train)
     datasets = {name: dataset for name, dataset in (("train", train), ("val", val)) if dataset is not None}
     try_code(errors, cfg, code, datasets, tokenizer, processor, sizes_agree=not broken)
     resumed = check_resume(errors, cfg, shapes, train, tokenizer, digests=digests)
@@ -170,6 +175,7 @@ def check_sft(cfg: SFTConfig, device: str | None = None, *, digests: bool = True
     if train is not None and not broken:
         errors.violations.extend(too_few_conversations(cfg, len(train)))
         errors.violations.extend(decay_to_the_end(cfg, len(train)))
+        warn_of_idle_towers(cfg, shapes, train)
     resumed = check_resume(errors, cfg, shapes, train, tokenizer, digests=digests)
     errors.raise_if_any()
     assert tokenizer is not None and train is not None and resumed is not None

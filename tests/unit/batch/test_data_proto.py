@@ -168,6 +168,25 @@ def test_a_column_has_a_shape_of_its_own() -> None:
     assert batch.select([1]).tokens["patches"].values.shape == (0, 4)
 
 
+@given(st.lists(st.sampled_from([0, 1, 2, 3]), max_size=6))
+def test_pictures_that_rows_have_in_common_are_pickled_once(places: list[int]) -> None:
+    """2 and 3 differ in one value alone."""
+    contents = [
+        torch.zeros(0, 1000),
+        torch.full((2, 1000), 1.0),
+        torch.full((3, 1000), 2.0),
+        torch.full((3, 1000), 2.0),
+    ]
+    contents[3][1, 1] = 3.0
+    rows = [contents[place] for place in places]
+    column = Jagged.from_list(rows, torch.float32, per_token=False)
+    again = pickle.loads(blob := pickle.dumps(column))
+    assert len(again) == len(rows) and not again.per_token
+    assert all(torch.equal(again[row], rows[row]) for row in range(len(rows)))
+    assert len(blob) < 2000 + 4000 * sum(len(contents[place]) for place in set(places))
+    again.values.add_(1)
+
+
 def test_experts_of_tokens_are_read_where_they_are_and_others_may_be_changed() -> None:
     """A column from the object store is read-only memory that the processes of a node share."""
     batch = with_own_shapes()

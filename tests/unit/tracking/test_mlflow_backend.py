@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from mlflow import MlflowClient
+from PIL import Image
 
 from scalerl.errors import UserError
 from scalerl.tracking import Tracking
@@ -451,14 +452,18 @@ def test_tables_are_found_by_mlflow_itself(run_dir, monkeypatch):
 
 def test_images_of_a_table_are_files_that_it_names_and_other_backends_say_that_there_are_some(run_dir):
     with Tracking("p", "e", ["mlflow", "file"], run_dir=run_dir) as tracking:
-        tracking.log_table("val/generations", ["prompt", "image/0"], [["a", b"one"], ["b", b"two"]], step=5)
+        rows = [["a", b"one"], ["b", b"two"], ["c", ""]]
+        tracking.log_table("val/generations", ["prompt", "image/0"], rows, step=5)
     path = Path(client(run_dir).download_artifacts(tracking.run_id, "val/generations/step_5.json", str(run_dir)))
     cells = [row[1] for row in json.loads(path.read_text())["data"]]
-    assert [cell["type"] for cell in cells] == ["image", "image"]
+    # MLflow's page shows the images of a column alone that has one in each row.
+    assert [cell["type"] for cell in cells] == ["image"] * 3
     kept = [client(run_dir).download_artifacts(tracking.run_id, cell["filepath"], str(run_dir)) for cell in cells]
-    assert [Path(file).read_bytes() for file in kept] == [b"one", b"two"]
+    assert [Path(file).read_bytes() for file in kept[:2]] == [b"one", b"two"]
+    with Image.open(kept[2]) as nothing:
+        assert nothing.convert("RGBA").getextrema()[3] == (0, 0)
     table = json.loads((run_dir / "tables/val/generations/step_5.json").read_text())
-    assert table["data"] == [["a", "<image>"], ["b", "<image>"]]
+    assert table["data"] == [["a", "<image>"], ["b", "<image>"], ["c", ""]]
 
 
 def test_load_of_the_machine_is_recorded_once_per_step(run_dir):

@@ -76,6 +76,8 @@ _ATTENDS = "full_attention"
 NO_DEEPSTACK = {"deepstack_visual_indexes": []}
 # SGLang keeps what its tower made of a picture under the picture alone, and would answer by an earlier tower.
 NO_TOWER_CACHE = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
+# Layers that SGLang feeds from the tower of a mixture, whatever its config.json says.
+MIXTURE_DEEPSTACK = 3
 # What a model with images has that is no weight: which of the three positions turns a pair.
 OWN_BUFFER = ".rotary_emb.axis_map"
 # Field of a request for the experts of its tokens. The server's argument has `enable_` before it.
@@ -464,12 +466,18 @@ def _part(param: Param, size: Sequence[int], shape: ModelShape, num_ranks: int) 
 def _mixture_violations(
     config: ServerConfig, shape: ModelShape, section: str, device: str, verify_weights_every: int
 ) -> Iterator[str]:
-    if shape.model_type in ("qwen3_moe", "qwen3_next") and not all(shape.moe_layers):
+    if shape.model_type in ("qwen3_moe", "qwen3_next", "qwen3_vl_moe") and not all(shape.moe_layers):
         dense = [layer for layer, is_mixture in enumerate(shape.moe_layers) if not is_mixture]
         yield (
             f"{section}.name = sglang: SGLang gives every layer of a {shape.model_type} model experts, this "
             f"one has none in layers {', '.join(map(str, dense[:5]))}{'...' if len(dense) > 5 else ''} "
             "(mlp_only_layers, decoder_sparse_step); it would sample from random weights. Set it to embedded"
+        )
+    deepstack = shape.vision.deepstack_blocks if shape.vision is not None else ()
+    if shape.model_type == "qwen3_vl_moe" and len(deepstack) != MIXTURE_DEEPSTACK:
+        yield (
+            f"{section}.name = sglang: SGLang feeds {MIXTURE_DEEPSTACK} layers of a {shape.model_type} model from its "
+            f"tower, and this one has {len(deepstack)} (vision_config.deepstack_visual_indexes); set it to embedded"
         )
     own = _own_arguments(config.engine_kwargs)
     yield from _expert_parallel_violations(own, config, shape, section, device)

@@ -41,7 +41,7 @@ NUM_PARTS = {"qkv_proj": 3, "gate_up_proj": 2, "fused_qkv_a_proj_with_mqa": 2}
 # For an expert's gate, up and down matrix: (SGLang's tensor of a rank's experts, position, positions per expert)
 EXPERT_PLACES = (("w13_weight", 0, 2), ("w13_weight", 1, 2), ("w2_weight", 0, 1))
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-# Of stacked experts (gpt-oss), whose rows are columns in the files: SGLang's tensor of a rank's experts.
+# Of stacked experts, whose rows are columns in the files: SGLang's tensor of a rank's experts.
 STACK_PLACES = {
     "gate_up_proj": "w13_weight",
     "gate_up_proj_bias": "w13_weight_bias",
@@ -70,11 +70,13 @@ DECAY = ".linear_attn.A_log"
 TOWER_CUTS = {
     "attn.qkv": "thirds",
     "attn.proj": "columns",
-    "mlp.gate_proj": "rows",
-    "mlp.up_proj": "rows",
-    "mlp.down_proj": "columns",
+    "mlp.gate_proj": "width_rows",
+    "mlp.up_proj": "width_rows",
+    "mlp.down_proj": "width_columns",
     "merger.mlp.0": "rows",
     "merger.mlp.2": "columns",
+    "mlp.linear_fc1": "width_rows",
+    "mlp.linear_fc2": "width_columns",
     "linear_fc1": "rows",
     "linear_fc2": "columns",
     "pos_embed": "positions",
@@ -103,6 +105,9 @@ class SGLangPlacement(Placement):
             model_config.get(self._family.text_config or "") if self._family is not None and self._has_tower else None
         )
         self._config = {**(text or {}), **model_config}
+        rules = self._family.layer if self._family else ()
+        # Of stacked experts gate and up follow each other; else their rows take turns.
+        self._has_halves = any(rule.stacked and rule.sections for rule in rules)
         names = self._family.expert_names if self._family else ()
         # Places by the last part of the name.
         self._expert_parts = {name.rpartition(".")[2]: place for name, place in zip(names, EXPERT_PLACES, strict=False)}
@@ -156,14 +161,20 @@ class SGLangPlacement(Placement):
                 yield rank, place, self._width_shard(tensor, 1 if fused == "w2_weight" else 0, part, num_parts)
 
     def _part_of_stack(self, part: str, tensor: Tensor, rank: int) -> Tensor:
-        """A rank's part of the width of all experts of a layer; of the last biases all, on the first rank alone."""
+        """A rank's experts of a layer, and its part of their width; of the last biases all, on the first rank alone."""
+        num_parts = self.num_ranks // self._experts.ep_size
+        ep_rank, index = divmod(rank, num_parts)
+        tensor = _slice(tensor, 0, ep_rank, self._experts.ep_size)
         if part == "down_proj_bias":
-            return tensor if rank == 0 else torch.zeros_like(tensor)
+            return tensor if index == 0 else torch.zeros_like(tensor)
         if part == "gate_up_proj_bias":
-            return self._width_shard(tensor, 1, rank, self.num_ranks, per_width=2)
-        is_down = part == "down_proj"
+            return self._width_shard(tensor, 1, index, num_parts, per_width=2)
         rows = tensor.transpose(1, 2)
-        return self._width_shard(rows, 2 if is_down else 1, rank, self.num_ranks, per_width=1 if is_down else 2)
+        if part == "down_proj":
+            return self._width_shard(rows, 2, index, num_parts)
+        if self._has_halves:
+            return torch.cat([self._width_shard(half, 1, index, num_parts) for half in rows.chunk(2, 1)], 1)
+        return self._width_shard(rows, 1, index, num_parts, per_width=2)
 
     def _place_in_tower(self, name: str) -> tuple[TensorPlace, str]:
         """As `_place`, of a model with a vision tower."""
@@ -179,7 +190,7 @@ class SGLangPlacement(Placement):
         elif last in FUSED:
             fused, position = FUSED[last]
             place = TensorPlace(f"{before}.{fused}.{leaf}", position, NUM_PARTS[fused])
-        return place, "whole" if cut == "columns" and leaf == "bias" else cut
+        return place, "whole" if cut.endswith("columns") and leaf == "bias" else cut
 
     def _place(self, name: str) -> tuple[TensorPlace, str]:
         """The place of a tensor that is no expert's, and how it is divided over the ranks (see `_shard`)."""

@@ -28,6 +28,7 @@ MIXTURES = (
     "qwen3_next",
     "gpt_oss",
     "minimax_m2",
+    "qwen3_vl_moe",
 )
 # Dense families that SGLang serves with transformers' modules, whose projections are not fused.
 UNFUSED = ("seed_oss", "smollm3")

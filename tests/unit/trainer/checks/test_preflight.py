@@ -151,6 +151,32 @@ def test_qwen3_5_sees_images_where_its_servers_do(directory: Path, tmp_path: Pat
     assert len(check_ppo(config(directory, str(path), "sglang", 1, *files)).train[0].images) == 1
 
 
+def test_a_tower_that_no_row_trains_is_said(directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of each role. Programs may show images that no row has."""
+    path = make_tiny_vision_model(tmp_path / "model", "qwen2_5_vl")
+    write_processor(path, "qwen2_5_vl")
+    policy, critic = "actor_rollout_ref.model.freeze_vision_tower", "critic.model.freeze_vision_tower"
+
+    def said(*keys: str) -> list[str]:
+        caplog.clear()
+        check_ppo(config(directory, str(path), "sglang", 1, "algorithm.adv_estimator=gae", *keys))
+        return [line.partition(" = ")[0] for line in caplog.messages if "no row of data.train_files has images" in line]
+
+    assert said() == [policy, critic]
+    assert said(f"{policy}=true") == [critic]
+    assert said("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora.merge=true") == [critic]
+    row = ROW | {"prompt": [{"role": "user", "content": "<image>?"}], "images": [content(noise(1, 84, 56))]}
+    pq.write_table(pa.Table.from_pylist([ROW | {"images": None}] * 3 + [row]), tmp_path / "rows.parquet")
+    assert not said(f"data.train_files={tmp_path / 'rows.parquet'}")
+    (tmp_path / "program.py").write_text(
+        "async def program(prompt, servers, tools):\n"
+        "    trajectory = servers.begin()\n"
+        "    await servers.generate(trajectory)\n"
+        "    return trajectory\n"
+    )
+    assert not said(f"actor_rollout_ref.rollout.program.path={tmp_path / 'program.py'}")
+
+
 def test_checksums_of_sglang_are_refused_where_they_are_not_known(directory: Path) -> None:
     moves = (
         ("qwen3_moe", "enable_eplb=true"),
@@ -218,6 +244,21 @@ def test_dense_layers_that_sglang_would_not_see_are_refused(directory: Path) -> 
     message = violation(directory, "with_dense_layers", "sglang", 0)
     assert message.startswith("actor_rollout_ref.rollout.name = sglang: ") and "in layers 1 (mlp_only_layers" in message
     assert check_ppo(config(directory, "with_dense_layers", "embedded", 1)) is not None
+
+
+def test_layers_of_a_mixture_that_sglang_would_not_feed_from_its_tower_are_refused(
+    directory: Path, tmp_path: Path
+) -> None:
+    """Its checksums are known."""
+    for depth in (2, 3):
+        tower = {"depth": depth, "deepstack_visual_indexes": list(range(depth))}
+        write_processor(make_tiny_vision_model(tmp_path / str(depth), "qwen3_vl_moe", **tower), "qwen3_vl_moe")
+    message = violation(directory, str(tmp_path / "2"), "sglang", 1)
+    assert (
+        message.startswith("actor_rollout_ref.rollout.name = sglang: ")
+        and "from its tower, and this one has 2" in message
+    )
+    assert check_ppo(config(directory, str(tmp_path / "3"), "sglang", 1)) is not None
 
 
 def test_other_models_and_engines_may_be_verified(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
