@@ -315,13 +315,19 @@ class Servers:
         return not self.placeholders.isdisjoint(output.output_ids)
 
     def _record(self, number: int, turn: GenerateOutput, began_s: float) -> None:
-        """Records when a turn waited for a server, and when that made it."""
+        """Records when a turn waited for a server, and when that read its input and when it sampled."""
         server, sent_s = turn.served or (-1, began_s)
         # A turn that was continued on another server was asked for before.
         if sent_s > began_s:
             self.spans.add("queued", began_s, sent_s)
         about = {"turn": number, "tokens": len(turn.output_ids), "server": server}
-        self.spans.add("turn", max(began_s, sent_s), time.time(), **about)
+        sent_s, ended_s = max(began_s, sent_s), time.time()
+        self.spans.add("turn", sent_s, ended_s, **about)
+        first_s = turn.first_token_s or 0.0
+        # A turn that nothing was added to has that of before.
+        if first_s >= sent_s:
+            self.spans.add("prefill", sent_s, first_s, turn=number)
+            self.spans.add("decode", first_s, ended_s, turn=number)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

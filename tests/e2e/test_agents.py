@@ -14,6 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from scalerl.extras.report.page import timelines
+from scalerl.extras.report.run_files import read_run
 from tests.e2e import asking_agent
 from tests.e2e.jobs import PROMPTS, SAMPLES, Inputs, Record
 from tests.e2e.kept import Kept
@@ -107,6 +109,27 @@ def test_every_trained_token_is_as_it_was_sampled(inputs: Inputs, kept: Kept, tm
     for step in range(1, STEPS + 1):
         assert logged[step]["training/rollout_probs_diff_max"] < 1e-5 and logged[step]["actor/grad_norm"] > 0
         assert logged[step]["num_turns/mean"] == 3 and logged[step]["reward_extra/num_calls"] == 3
+
+    # The same run explained: requests of every agent in its program, on a server, before the passes of the ranks.
+    timeline = read_run(run_dir).timeline
+    assert sorted(timeline) == list(range(1, STEPS + 1))
+    for spans in timeline.values():
+        update = next(span for span in spans if span[:2] == ("trainer rank 0", "actor update_actor"))
+        servers = {span.who for span in spans if span.what == "generate"}
+        samples = {span.who for span in spans if span.who.startswith("sample ")}
+        assert len(samples) == PROMPTS * SAMPLES
+        for who in samples:
+            mine = [span for span in spans if span.who == who]
+            (program,) = (span for span in mine if span.what == "program")
+            turns = [span for span in mine if span.what == "turn"]
+            assert sorted(span.about["turn"] for span in turns) == [0, 1, 2]
+            assert {f"server {span.about['server']}" for span in turns} <= servers
+            assert all(program.begin_s <= span.begin_s < span.end_s <= program.end_s + 1e-3 for span in turns)
+            assert program.end_s <= update.begin_s
+    for section in timelines(read_run(run_dir)):
+        assert re.search(r"All waited for sample \d+\.\d+ at the end: .* in 3 turns of the policy", section.says[-1])
+        drawn = {trace["name"] for trace in section.figures[0]["data"]}
+        assert {"program", "turn", "prefill", "decode", "generate", "update_actor", "reward"} <= drawn
 
 
 @pytest.mark.full

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from scalerl.extras.report.run_files import read_run
 from scalerl.merge import merge
 from tests.e2e.conftest import EXAMPLE, StartJob
 from tests.e2e.jobs import SHARED_MEMORY, Job, Record
@@ -44,6 +46,17 @@ CORRECTION = [
         "rollout_token_veto_threshold=1e-4",
     )
 ]
+# Of its report, those with a figure.
+SECTIONS = (
+    "Does it learn",
+    "Is it stable",
+    "Where does the time of a step go",
+    "How fast is it",
+    "Who waited for whom",
+    "Packing and padding",
+    "Memory against the plan",
+    "Faults and restarts",
+)
 # Documented, but not of a GRPO run in float32 of a dense model with a reference, a reward function that returns a
 # number, one validation sample and a checkpoint after its last step.
 ABSENT = re.compile(
@@ -269,6 +282,26 @@ def test_memory_is_measured_at_each_point_of_the_hand_over(finished: Finished) -
         for parts in (("old_log_prob", "ref"), ("update_actor",), ("update_weights",)):
             offload_s = [data[f"timing_s/{part}/offload"] for part in parts]
             assert min(offload_s) > 0 and sum(offload_s) < sum(data[f"timing_s/{part}"] for part in parts)
+
+
+def test_its_report_explains_it(finished: Finished) -> None:
+    """Every section, each with the figures that it can have, and no alarm: by the default limits the run is healthy."""
+    pytest.importorskip("plotly", reason="pip install 'scalerl[report]'")
+    run_dir = finished.out / "grpo"
+    page = (run_dir / "report.html").read_text(encoding="utf-8")
+    shown = re.sub(r"<script.*?</script>", "<script>", page, flags=re.DOTALL)
+    parts = shown.split("<section")[1:]
+    figures = {re.findall(r"<h2>(.+?)[?<]", part)[0]: part.count("<figure") for part in parts if "<h2>" in part}
+    assert figures.pop("Alarms") == figures.pop("Samples before and after") == 0
+    assert sorted(figures) == sorted(SECTIONS)
+    assert figures.pop("Faults and restarts") == 0 < min(figures.values())
+    assert "None: no step was beyond a limit" in shown and "No fault was counted" in shown
+    assert "\nalarm " not in finished.job.stdout
+    assert all(f"step {step}, score" in shown for step in (0, STEPS))
+    # What SGLang tells of a request without being asked: when its first token came.
+    spans = [span for spans in read_run(run_dir).timeline.values() for span in spans]
+    number = Counter(span.what for span in spans if span.who.startswith("sample "))
+    assert number["turn"] == number["program"] >= number["prefill"] == number["decode"] > number["turn"] / 2
 
 
 def test_every_documented_key_is_there_and_no_other(finished: Finished) -> None:

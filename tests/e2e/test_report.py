@@ -125,7 +125,15 @@ def test_the_timeline_has_everybody(run: tuple[Path, str]) -> None:
         assert len(samples) == PROMPTS * SAMPLES
         for mine in samples.values():
             what = [span[1] for span in sorted(mine, key=lambda span: span[2])]
-            assert [name for name in what if name not in ("queued", "program")] == ["turn", "search", "turn", "reward"]
+            in_turns = ("prefill", "decode")
+            assert [name for name in what if name not in ("queued", "program", *in_turns)] == [
+                *("turn", "search", "turn", "reward")
+            ]
+            # Both parts of each turn, one after the other.
+            turns, *parts = (
+                sorted((begin, end) for _, name, begin, end, _ in mine if name == kind) for kind in ("turn", *in_turns)
+            )
+            assert turns == [(one[0], two[1]) for one, two in zip(*parts, strict=True) if one[1] == two[0]]
             (program,) = (span for span in mine if span[1] == "program")
             assert all(program[2] <= span[2] and span[3] <= program[3] + 1e-3 for span in mine if span[1] != "reward")
             assert all(span[3] - span[2] >= 0.019 for span in mine if span[1] == "search")

@@ -233,7 +233,7 @@ class AlarmsConfig:
     # Share of responses that the limit of tokens cut: of response_length/clip_ratio.
     max_clip_ratio: float | None = key(0.5, or_null(UNIT))
     # Of reward/equal_groups_frac.
-    max_equal_groups_frac: float | None = key(0.9, or_null(UNIT))
+    max_equal_groups_frac: float | None = key(0.95, or_null(UNIT))
     # Probability: of training/rollout_probs_diff_mean.
     max_probs_diff: float | None = key(0.05, or_null(above(0)))
     # Tokens of the data-parallel rank that has fewest over those of the one that has most: global_seqlen/balanced_*.

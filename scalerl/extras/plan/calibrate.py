@@ -1,12 +1,16 @@
-"""The rates of a device as a finished run shows them: they are set so that the plan's phases take the run's seconds."""
+"""The rates of a device as finished runs show them: they are set so that the plan's phases take the runs' seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import numpy as np
+from scipy.optimize import least_squares
 
 from scalerl.config import PPOConfig, composed
 from scalerl.config.save import RESOLVED_CONFIG
@@ -14,7 +18,6 @@ from scalerl.errors import UserError
 from scalerl.extras.plan.check import known_memory
 from scalerl.extras.plan.hardware import Hardware, hardware_of, write_hardware
 from scalerl.extras.plan.lengths import Lengths
-from scalerl.extras.plan.passes import added
 from scalerl.extras.plan.plan import memory_plan
 from scalerl.extras.plan.seconds import StepSeconds, step_seconds
 from scalerl.extras.plan.servers import ServerBytes
@@ -27,38 +30,26 @@ from scalerl.tracking.jsonl import METRICS, read_metrics
 HARDWARE_FILE = "hardware.yaml"
 # The first steps compile, allocate and fill caches.
 _WARM_UP = 2
-_ROUNDS = 30
-# Phases that are made equal together, with what they wait for -> the rate behind it, and whether more of it is faster.
-# The part that takes most of these sets its rate; the others stay as they are.
-_GROUPS: tuple[tuple[tuple[str, ...], dict[str, tuple[str, bool]]], ...] = (
+# Phases, and the rates behind them.
+_GROUPS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (
         ("old_log_prob", "ref", "values", "update_critic", "update_actor"),
-        {
-            "products": ("dense_frac", True),
-            "least of layers": ("layer_s", False),
-            "sequences": ("sequence_s", False),
-            "messages": ("message_s", False),
-        },
+        ("dense_frac", "layer_s", "sequence_s", "message_s", "network_frac"),
     ),
-    (
-        ("gen",),
-        {
-            "weights and KV cache": ("memory_frac", True),
-            "products": ("round_frac", True),
-            "least of a round": ("round_layer_s", False),
-            "server's process": ("token_s", False),
-            "requests": ("request_s", False),
-        },
-    ),
-    (("update_weights",), {"weights": ("sync_frac", True), "calls": ("sync_s", False)}),
+    (("gen",), ("memory_frac", "round_frac", "round_layer_s", "token_s", "request_s")),
+    (("update_weights",), ("sync_frac", "sync_s")),
 )
-# Assumed of a CPU core; only its rate of matrix products is measured.
+# A phase of a run scatters by a tenth; an assumed rate is right to a factor of e.
+_SCATTER = 0.1
+# The groups are fitted in turn, since each waits a little for the others' rates.
+_ROUNDS = 3
+# Assumed of a CPU core, whose network is its memory; only its rate of matrix products is measured.
 _CPU: dict[str, Any] = {
     "dense_frac": 0.45,
-    "round_frac": 0.45,
+    "round_frac": 0.3,
     "memory_bandwidth": 1e10,
     "node_bandwidth": 2e9,
-    "network_bandwidth": 2e9,
+    "network_bandwidth": 1e10,
     "host_bandwidth": 1e10,
     "node_size": 64,
     "round_layer_s": 1e-3,
@@ -121,6 +112,12 @@ class MeasuredRun:
             mfu=middle("perf/mfu/actor") if "perf/mfu/actor" in steps[0] else 0.0,
         )
 
+    @property
+    def device(self) -> str:
+        """The name of its kind of device."""
+        trainer = self.config.trainer
+        return "CPU" if trainer.device == "cpu" else hardware_of(trainer.device_memory).name
+
     def predicted(self, hardware: Hardware) -> StepSeconds:
         return step_seconds(self.config, self.shapes, self.server, hardware, self.lengths)
 
@@ -128,27 +125,42 @@ class MeasuredRun:
 _LENGTHS = (("prompt", "mean"), ("response", "mean"), ("response", "max"))
 
 
-def calibrate(run_dir: Path) -> str:
-    """Writes the rates of the device of a run to HARDWARE_FILE of its directory; returns what became of the phases."""
-    run = MeasuredRun.read(run_dir)
-    start, hardware = _assumed(run), rates(run)
-    write_hardware(hardware, run_dir / HARDWARE_FILE)
+def calibrate(runs: Mapping[Path, MeasuredRun]) -> str:
+    """Writes the rates of the runs' device to HARDWARE_FILE of each directory; returns what became of the phases.
+
+    Raises UserError for runs on different devices.
+    """
+    if len({run.device for run in runs.values()}) > 1:
+        said = ", ".join(f"{directory} is on {run.device}" for directory, run in runs.items())
+        raise UserError(f"--calibrate: {said}; give runs on one kind of device")
+    measured = list(runs.values())
+    start, hardware = _assumed(measured), rates(measured)
+    files = [directory / HARDWARE_FILE for directory in runs]
+    for file in files:
+        write_hardware(hardware, file)
+    both = [(name, value, getattr(hardware, name)) for name, value in vars(start).items()]
     changed = [
-        f"  {name:<20}{getattr(start, name):>12.3g} -> {getattr(hardware, name):.3g}"
-        for name in vars(start)
-        if getattr(start, name) != getattr(hardware, name)
+        f"  {name:<20}{before:>12.3g} -> {now:.3g}"
+        for name, before, now in both
+        if now != before and abs(now / before - 1) > 0.005
     ]
-    return "\n".join([comparison(run, hardware), "", *changed, f"written: {run_dir / HARDWARE_FILE}"])
+    return "\n".join([comparisons(runs, hardware), "", *changed, f"written: {', '.join(map(str, files))}"])
 
 
-def rates(run: MeasuredRun) -> Hardware:
-    """The rates of the device of a run."""
-    return fitted(run, _assumed(run))
+def rates(runs: Sequence[MeasuredRun]) -> Hardware:
+    """The rates of the device of the runs."""
+    return fitted(runs, _assumed(runs))
 
 
-def _assumed(run: MeasuredRun) -> Hardware:
-    trainer = run.config.trainer
-    return _cpu(run) if trainer.device == "cpu" else hardware_of(trainer.device_memory)
+def _assumed(runs: Sequence[MeasuredRun]) -> Hardware:
+    trainer = runs[0].config.trainer
+    return _cpu(runs) if trainer.device == "cpu" else hardware_of(trainer.device_memory)
+
+
+def comparisons(runs: Mapping[Path, MeasuredRun], hardware: Hardware) -> str:
+    """The `comparison` of each run; of several below its directory."""
+    texts = [(f"{directory}\n" if len(runs) > 1 else "") + comparison(run, hardware) for directory, run in runs.items()]
+    return "\n\n".join(texts)
 
 
 def comparison(run: MeasuredRun, hardware: Hardware) -> str:
@@ -161,24 +173,42 @@ def comparison(run: MeasuredRun, hardware: Hardware) -> str:
     return "\n".join(lines)
 
 
-def fitted(run: MeasuredRun, hardware: Hardware) -> Hardware:
-    """The rates with which the plan's phases take the seconds of the run, as near as these rates can."""
+def fitted(runs: Sequence[MeasuredRun], assumed: Hardware) -> Hardware:
+    """The rates with which the plan's phases take the seconds of the runs, as near as these rates can.
+
+    Rates of one group keep the assumed ratios as far as the runs say nothing of them. One run cannot say how a phase
+    divides into seconds for each FLOP or byte and seconds for each operation or message; a small and a large model
+    together can.
+    """
+    hardware = assumed
     for _ in range(_ROUNDS):
-        for phases, rates in _GROUPS:
-            step = run.predicted(hardware)
-            parts = added(*(step.phases.get(phase, {}) for phase in phases if phase in run.seconds))
-            known = [name for name in rates if parts.get(name)]
-            if not known:
-                continue
-            name = max(known, key=lambda part: parts[part])
-            left_s = sum(run.seconds.get(phase, 0.0) for phase in phases) - sum(parts.values()) + parts[name]
-            # A part may be smaller than the others leave room for, but is not nothing.
-            times = max(left_s, parts[name] / 2) / parts[name]
-            rate, more_is_faster = rates[name]
-            rate = _rate_of(run, rate)
-            value = getattr(hardware, rate)
-            hardware = replace(hardware, **{rate: value / times if more_is_faster else value * times})
+        for phases, names in _GROUPS:
+            hardware = _fitted_group(runs, phases, names, hardware, assumed)
     return hardware
+
+
+def _fitted_group(
+    runs: Sequence[MeasuredRun], phases: Sequence[str], names: Sequence[str], hardware: Hardware, assumed: Hardware
+) -> Hardware:
+    """The rates of one group fitted to its phases.  names: in `Hardware`, of a dense model."""
+    own = dict.fromkeys(_rate_of(run, name) for run in runs for name in names)
+    # What a device does not wait for is 0.
+    names = [name for name in own if getattr(assumed, name)]
+    start, prior = (np.log([getattr(of, name) for name in names]) for of in (hardware, assumed))
+    # More of a share is faster, more seconds are slower.
+    slow = np.array([-1 if name.endswith("_frac") else 1 for name in names])
+
+    def at(logs: np.ndarray) -> Hardware:
+        return replace(hardware, **dict(zip(names, np.exp(logs).tolist(), strict=True)))
+
+    def errors(logs: np.ndarray) -> np.ndarray:
+        steps = [(run, run.predicted(at(logs))) for run in runs]
+        both = [(run.seconds.get(phase), step.seconds(phase)) for run, step in steps for phase in phases]
+        off = [math.log(predicted / measured) for measured, predicted in both if measured and predicted]
+        slower = slow * (logs - prior)
+        return np.append(np.divide(off, _SCATTER), slower - slower.mean())
+
+    return at(least_squares(errors, start, xtol=1e-4).x)
 
 
 def _rate_of(run: MeasuredRun, rate: str) -> str:
@@ -188,11 +218,14 @@ def _rate_of(run: MeasuredRun, rate: str) -> str:
     return _OF_MIXTURES.get(rate, rate) if run.shapes["actor"].num_experts else rate
 
 
-def _cpu(run: MeasuredRun) -> Hardware:
-    """A rank's cores: their peak as the run has measured it for its MFU; all other rates are assumed."""
+def _cpu(runs: Sequence[MeasuredRun]) -> Hardware:
+    """A rank's cores: their peak as a run has measured it for its MFU; all other rates are assumed."""
+    return Hardware("CPU", max(map(_peak_flops, runs)), **_CPU)
+
+
+def _peak_flops(run: MeasuredRun) -> float:
     actor, rollout = run.config.actor_rollout_ref.actor, run.config.actor_rollout_ref.rollout
     samples = run.config.data.train_batch_size * rollout.n * actor.ppo_epochs
     lengths = [round(length) for length in run.lengths.samples]
     flops = samples * flops_shape(run.shapes["actor"]).train(lengths) / len(lengths)
-    peak = flops / (run.mfu * run.seconds["update_actor"] * run.config.trainer.num_devices)
-    return Hardware("CPU", peak, **_CPU)
+    return flops / (run.mfu * run.seconds["update_actor"] * run.config.trainer.num_devices)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 USAGE = f"""\
 usage: scalerl plan [train | sft] [FILE.yaml] key=value ... [--device-memory MEMORY] [--summary]
        scalerl plan [FILE.yaml] key=value ... --tune --devices N --device-memory MEMORY
-       scalerl plan --calibrate RUN
+       scalerl plan --calibrate RUN [RUN ...]
 
 Memory of each device of a run and seconds of a step, phase by phase, from its configuration and the config.json of its
 models: no device, no data (data.train_files and data.val_files may be missing) and no weights are needed. A run that
@@ -30,9 +30,10 @@ does not fit is refused with the nearest settings that do (exit code 2).
   --hardware       a file with the rates of a device (of --calibrate), in the place of the named one
   --tune           layouts of a run on N devices that fit, by tokens/s of each device, and why others do not
   --devices        devices of --tune, those of servers with devices of their own included
-  --calibrate      reads the seconds of a run in its directory (trainer.default_local_dir), and writes hardware.yaml
-                   there: the rates with which the plan has the same seconds, for --hardware. With --hardware it
-                   writes nothing: the run beside what those rates predict of it
+  --calibrate      reads the seconds of runs in their directories (trainer.default_local_dir), and writes
+                   hardware.yaml there: the rates with which the plan has nearly the same seconds, for --hardware.
+                   A small and a large model together show what takes time by FLOP or byte, and what by operation or
+                   message. With --hardware it writes nothing: the runs beside what those rates predict of them
   model.path       a directory with config.json, the path of such a file (configs/models has those of large models),
                    or a name on the hub, of which config.json alone is fetched
   --summary        what a run prints at its start, without the table
@@ -59,7 +60,7 @@ class Arguments:
     hardware: Path | None = None
     tune: bool = False
     devices: int | None = None
-    calibrate: Path | None = None
+    calibrate: list[Path] = field(default_factory=list)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,14 +69,12 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0
     asked = read_arguments(argv)
-    if asked.calibrate is not None:
-        from scalerl.extras.plan.calibrate import MeasuredRun, calibrate, comparison
+    if asked.calibrate:
+        from scalerl.extras.plan.calibrate import MeasuredRun, calibrate, comparisons
         from scalerl.extras.plan.hardware import read_hardware
 
-        if asked.hardware is None:
-            print(calibrate(asked.calibrate))
-        else:
-            print(comparison(MeasuredRun.read(asked.calibrate), read_hardware(asked.hardware)))
+        runs = {directory: MeasuredRun.read(directory) for directory in asked.calibrate}
+        print(calibrate(runs) if asked.hardware is None else comparisons(runs, read_hardware(asked.hardware)))
         return 0
     cfg = composed(asked.kind, [*_UNREAD[asked.kind], *asked.overrides], rules=False).config
     if asked.tune:
@@ -129,7 +128,7 @@ _VALUES = {
     "--mean-response": "a number of tokens above 0, such as 800",
     "--hardware": "a file that scalerl plan --calibrate has written",
     "--devices": "a number of devices, such as 64",
-    "--calibrate": "the directory of a finished run (trainer.default_local_dir)",
+    "--calibrate": "the directories of finished runs (trainer.default_local_dir)",
 }
 
 
@@ -156,6 +155,10 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
             asked.overrides += ["--config-dir", str(file.absolute().parent), "--config-name", file.stem]
         else:
             asked.overrides.append(argument)
+    if asked.calibrate:
+        # What a run was like is in its directory; all other words are further ones.
+        asked.calibrate += map(Path, asked.overrides)
+        asked.overrides = []
     if asked.tune != (asked.devices is not None):
         raise UserError("--tune and --devices N belong together: layouts of a run on N devices")
     if asked.tune and asked.kind == "sft":
@@ -170,7 +173,7 @@ def _take(asked: Arguments, option: str, value: str) -> None:
     elif option == "--hardware":
         asked.hardware = Path(value)
     elif option == "--calibrate":
-        asked.calibrate = Path(value)
+        asked.calibrate.append(Path(value))
     else:
         try:
             number = float(value) if option == "--mean-response" else int(value)

@@ -5,21 +5,20 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
 from importlib.util import find_spec
 from typing import Any
 
 from scalerl import __version__
-from scalerl.config.schema import AlarmsConfig
 from scalerl.errors import UserError
 from scalerl.extras.report import against_plan, charts, who_waited
+from scalerl.extras.report.alarms import alarms
 from scalerl.extras.report.charts import Chart, Figure
 from scalerl.extras.report.conversations import Compared, compared
 from scalerl.extras.report.faults import fault_figure, faults
 from scalerl.extras.report.run_files import RunFiles
 from scalerl.tracking.console import duration
-from scalerl.trainer.alarms import KINDS, Kind, raised
 
 # What draws, and what fills the page: the extra `report`.
 PACKAGES = ("plotly", "jinja2")
@@ -38,18 +37,6 @@ class Section:
     says: Sequence[str]
     figures: Sequence[Figure] = ()
     tall: bool = False
-
-
-@dataclass(frozen=True)
-class RaisedAlarm:
-    """An alarm of a run.  steps: those that raised it.  worst: the value that is farthest beyond the limit."""
-
-    name: str
-    kind: Kind
-    metric: str
-    limit: float
-    worst: float
-    steps: list[int] = field(default_factory=list)
 
 
 def check_installed() -> None:
@@ -110,23 +97,6 @@ def changed_keys(run: RunFiles, other: RunFiles) -> list[tuple[str, str, str]]:
         for key in sorted(one.keys() | two.keys())
         if one.get(key) != two.get(key) and key not in _OF_PLACE
     ]
-
-
-def alarms(run: RunFiles) -> list[RaisedAlarm]:
-    """The alarms of a run, by the limits of its configuration, in the order of the steps that raised them first."""
-    if "actor_rollout_ref" not in run.config:
-        return []
-    limits = vars(AlarmsConfig()) | dict(run.value("trainer.alarms", {}))
-    num_samples = run.value("data.train_batch_size", 1) * run.value("actor_rollout_ref.rollout.n", 1)
-    found: dict[str, RaisedAlarm] = {}
-    for step in run.trained:
-        for alarm in raised(run.steps[step], limits, num_samples):
-            before = found.get(alarm.name)
-            is_worse = before is None or KINDS[alarm.name].is_beyond(alarm.value, before.worst)
-            worst = alarm.value if before is None or is_worse else before.worst
-            steps = [*(before.steps if before else ()), step]
-            found[alarm.name] = RaisedAlarm(alarm.name, alarm.kind, alarm.metric, alarm.limit, worst, steps)
-    return list(found.values())
 
 
 def sections(run: RunFiles, other: RunFiles | None) -> list[Section]:

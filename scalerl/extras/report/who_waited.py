@@ -17,10 +17,14 @@ from scalerl.tracking.timeline import Span
 
 # The whole of a sample, in which the other spans are.
 PROGRAM, QUEUED, TURN, REWARD = "program", "queued", "turn", "reward"
+# The two parts of a turn on its server: until its first token, and the rest.
+PREFILL, DECODE = "prefill", "decode"
 _COLOURS = COLOUR_OF | {
     PROGRAM: "#e8e8e8",
     QUEUED: "#f2c0b8",
     TURN: "#4269d0",
+    PREFILL: "#1b2f66",
+    DECODE: "#6f8fe0",
     REWARD: "#17becf",
     "generate": "#97bbf5",
     "user": "#efb118",
@@ -47,7 +51,7 @@ def timeline_figure(spans: Sequence[Span], title: str) -> Figure:
     origin = min((span.begin_s for span in spans if span.who == "driver"), default=min(span.begin_s for span in spans))
     rows = sorted({span.who for span in spans}, key=_place_of)
     by_name: dict[str, list[Span]] = {}
-    for span in sorted(spans, key=lambda span: (span.what != PROGRAM, span.begin_s)):
+    for span in sorted(spans, key=lambda span: (span.what != PROGRAM, span.begin_s, -span.end_s)):
         by_name.setdefault(_name_of(span), []).append(span)
     tools = [name for name in by_name if name not in _COLOURS]
     colours = _COLOURS | {name: _TOOLS[place % len(_TOOLS)] for place, name in enumerate(tools)}
@@ -118,9 +122,10 @@ def said(spans: Sequence[Span]) -> list[str]:
 
 def _of_sample(who: str, spans: Sequence[Span]) -> str:
     turns = [span for span in spans if span.what == TURN]
-    tools = [span for span in spans if span.what not in (PROGRAM, QUEUED, TURN, REWARD)]
+    tools = [span for span in spans if span.what not in (PROGRAM, QUEUED, TURN, PREFILL, DECODE, REWARD)]
     parts = {
         f"in {len(turns)} turn{'s' * (len(turns) != 1)} of the policy": turns,
+        "of them before a first token": [span for span in spans if span.what == PREFILL],
         "in line for a server": [span for span in spans if span.what == QUEUED],
         "in tools": tools,
         "in its reward": [span for span in spans if span.what == REWARD],

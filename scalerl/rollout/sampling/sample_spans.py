@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Samples whose spans a worker sends: those that ended last, for which the others have waited. Spans of each, the
 # longest ones.
-MAX_SAMPLES, MAX_SPANS = 16, 64
+MAX_SAMPLES, MAX_SPANS = 16, 128
 
 
 def sample_spans(samples: Sequence[Sample], servers: Sequence[int]) -> list[Span]:

@@ -78,6 +78,7 @@ class GenerateOutput:
     (`RoutingShape`); None: nothing is known of them.
     reward: what the turn alone is worth, which a program may set; it is a part of the score (`Trajectory`).
     served: (index of the server that finished it, when that was asked, in seconds since 1970), for the timeline.
+    first_token_s: when its first token, or the first after an interruption, came, in seconds since 1970.
     """
 
     request_id: int | str
@@ -90,6 +91,7 @@ class GenerateOutput:
     routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
     reward: float = 0.0
     served: tuple[int, float] | None = field(default=None, compare=False, repr=False)
+    first_token_s: float | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.version_spans:

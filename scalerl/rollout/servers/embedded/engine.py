@@ -35,7 +35,7 @@ class _Sequence:
     """A sequence to generate.
 
     index: its number in the request.  position: index of its first new token in the response.
-    finished: gets it once it is finished, as all sequences of its request.
+    events: gets each sequence of its request twice: with its first token, and True once it is finished.
     """
 
     index: int
@@ -45,7 +45,7 @@ class _Sequence:
     max_new_tokens: int
     stop_ids: frozenset[int]
     stop_strings: tuple[str, ...]
-    finished: queue.SimpleQueue[_Sequence]
+    events: queue.SimpleQueue[tuple[_Sequence, bool]]
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[dict[str, Any]] = field(default_factory=list)
@@ -102,14 +102,15 @@ class DecodingEngine:
     def generate(
         self, prompts: Sequence[list[int]], sampling_params: Sequence[dict[str, Any]]
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yields (index, {"output_ids", "meta_info"} as SGLang answers) of prompts as soon as they are finished.
+        """Yields (index, {"output_ids", "meta_info"} as SGLang answers) of prompts as soon as they are finished, and
+        of each its first token before, without a finish reason.
 
         Raises RefusedError, before anything is returned, for input that the model cannot take; RuntimeError if the
         engine fails.
         """
-        finished: queue.SimpleQueue[_Sequence] = queue.SimpleQueue()
+        events: queue.SimpleQueue[tuple[_Sequence, bool]] = queue.SimpleQueue()
         sequences = [
-            self._sequence(index, prompt, params, finished)
+            self._sequence(index, prompt, params, events)
             for index, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True))
         ]
         with self._changed:
@@ -121,13 +122,17 @@ class DecodingEngine:
                 raise RefusedError(f"cannot generate: {state}")
             self._waiting.extend(sequences)
             self._changed.notify_all()
-        return self._answers(len(sequences), finished)
+        return self._answers(len(sequences), events)
 
     def _answers(
-        self, num_sequences: int, finished: queue.SimpleQueue[_Sequence]
+        self, num_sequences: int, events: queue.SimpleQueue[tuple[_Sequence, bool]]
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        for _ in range(num_sequences):
-            sequence = finished.get()
+        while num_sequences:
+            sequence, is_finished = events.get()
+            if not is_finished:
+                yield sequence.index, {"output_ids": sequence.output_ids[:1], "meta_info": {"finish_reason": None}}
+                continue
+            num_sequences -= 1
             if sequence.error is not None:
                 raise RuntimeError(f"the engine failed: {sequence.error!r}") from sequence.error
             yield sequence.index, self._answer(sequence)
@@ -155,7 +160,7 @@ class DecodingEngine:
         self._changed.wait_for(lambda: not self._live and not self._waiting)
 
     def _sequence(
-        self, index: int, prompt: list[int], params: dict[str, Any], finished: queue.SimpleQueue[_Sequence]
+        self, index: int, prompt: list[int], params: dict[str, Any], events: queue.SimpleQueue[tuple[_Sequence, bool]]
     ) -> _Sequence:
         max_new_tokens = params["max_new_tokens"]
         if not prompt:
@@ -183,7 +188,7 @@ class DecodingEngine:
             raise RefusedError(f"prompt {index}: stop {list(stop_strings)} needs a tokenizer in {self.model_path}")
         stop_ids = frozenset() if params["ignore_eos"] else self._eos_ids | set(params["stop_token_ids"])
         position = int(params["sampling_position"])
-        return _Sequence(index, list(prompt), settings, position, max_new_tokens, stop_ids, stop_strings, finished)
+        return _Sequence(index, list(prompt), settings, position, max_new_tokens, stop_ids, stop_strings, events)
 
     # --- the computing thread ---
 
@@ -210,7 +215,7 @@ class DecodingEngine:
         for sequence in finished:
             # A request may wait for others a long time.
             sequence.cache = None
-            sequence.finished.put(sequence)
+            sequence.events.put((sequence, True))
         if not self._live and not self._waiting:
             self._changed.notify_all()
 
@@ -249,6 +254,8 @@ class DecodingEngine:
         if not sequence.spans or sequence.spans[-1]["version"] != self.policy_version:
             sequence.spans.append({"version": self.policy_version, "start": len(sequence.output_ids)})
         sequence.output_ids.append(token)
+        if len(sequence.output_ids) == 1:
+            sequence.events.put((sequence, False))
         sequence.logprobs.append(logprob)
         if token in sequence.stop_ids:
             matched: int | str | None = token

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -205,17 +206,22 @@ class Engine(ABC):
         server, who: address and request, for errors. Raises RolloutError for an answer that says that the request is
         refused, or that contradicts it; ServerLostError for one that ends too early.
         """
+        # Each sample's first token is an event, too.
+        first_s: dict[int, float] = {}
         async with contextlib.aclosing(read_events(chunks, who)) as events:
             async for event in events:
                 if "error" in event:
                     raise RolloutError(f"{server} refused {who}: {message_of(json.dumps(event))}")
-                if event["meta_info"]["finish_reason"] is None:  # SGLang sends the first token too
-                    continue
                 # The only sample of a request has no index.
                 index = event.get("index", 0)
+                if event["meta_info"]["finish_reason"] is None:
+                    first_s.setdefault(index, time.time())
+                    continue
                 if not 0 <= index < len(slots):
                     raise RolloutError(f"{server} gave sample {index} of {who}, which has {len(slots)}")
-                yield output_of(slots[index], event, undone_by_abort=self.undone_by_abort)
+                output = output_of(slots[index], event, undone_by_abort=self.undone_by_abort)
+                output.first_token_s = first_s.get(index)
+                yield output
 
     def separate_reasoning(self, text: str, parser: str) -> Call:
         """Separates thoughts from the rest of an answer.  parser: name of SGLang's."""

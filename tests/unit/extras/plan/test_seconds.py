@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from scalerl.errors import UserError
 from scalerl.extras.plan.calibrate import MeasuredRun, comparison, fitted
 from scalerl.extras.plan.command import main
 from scalerl.extras.plan.generation import Rounds, generation_parts
-from scalerl.extras.plan.hardware import HARDWARE, hardware_of, read_hardware, write_hardware
+from scalerl.extras.plan.hardware import HARDWARE, Hardware, hardware_of, read_hardware, write_hardware
 from scalerl.extras.plan.lengths import Lengths
 from scalerl.extras.plan.passes import MicroBatches, Passes
 from scalerl.extras.plan.report import seconds_table
@@ -205,18 +206,33 @@ def test_options_that_are_wrong(arguments: list[str], said: str) -> None:
         main(arguments)
 
 
-def test_rates_follow_from_a_run() -> None:
-    """A run whose phases took what other rates predict: these rates are found, and the prediction is the run's."""
-    cfg = config(f"{ROLLOUT}.n=64")
-    truth = replace(H100, dense_frac=0.21, memory_frac=0.33, sync_frac=0.07)
-    lengths = lengths_of(cfg)
-    run = MeasuredRun(cfg, shapes(), SERVER, lengths, {})
+def measured(cfg: PPOConfig, truth: Hardware, name: str = "qwen3-8b") -> MeasuredRun:
+    """A run whose phases took what these rates predict."""
+    run = MeasuredRun(cfg, shapes(name), SERVER, lengths_of(cfg), {})
     phases = run.predicted(truth)
-    run = replace(run, seconds={phase: phases.seconds(phase) for phase in phases.phases})
-    found = fitted(run, H100)
-    assert found.dense_frac == pytest.approx(0.21, rel=0.02) and found.memory_frac == pytest.approx(0.33, rel=0.02)
-    assert run.predicted(found).total == pytest.approx(phases.total, rel=0.01)
+    return replace(run, seconds={phase: phases.seconds(phase) for phase in phases.phases})
+
+
+def test_rates_follow_from_a_run() -> None:
+    """What its phases wait for most is found, and the prediction is the run's."""
+    truth = replace(H100, dense_frac=0.21, memory_frac=0.33, sync_frac=0.07)
+    run = measured(config(f"{ROLLOUT}.n=64"), truth)
+    found = fitted([run], H100)
+    assert found.dense_frac == pytest.approx(0.21, rel=0.02) and found.sync_frac == pytest.approx(0.07, rel=0.02)
+    assert run.predicted(found).total == pytest.approx(run.predicted(truth).total, rel=0.01)
     assert "+0%" in comparison(run, found)
+
+
+def test_a_small_and_a_large_model_tell_bytes_from_calls() -> None:
+    """Which one run cannot: with its rates alone the other model's sync is far off."""
+    assumed = replace(H100, sync_s=1.0)
+    truth = replace(assumed, sync_frac=0.07)
+    small, large = (measured(config(), truth, name) for name in ("qwen3-0.6b", "qwen3-8b"))
+    found = fitted([small, large], assumed)
+    assert (found.sync_frac, found.sync_s) == pytest.approx((0.07, 1.0), rel=0.05)
+    for source, other in ((small, large), (large, small)):
+        seconds = other.predicted(fitted([source], assumed)).seconds("update_weights")
+        assert abs(seconds / other.seconds["update_weights"] - 1) > 0.2
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -250,7 +266,18 @@ def test_rates_of_a_directory(device: str, tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().out == comparison(read, hardware) + "\n"
     assert step.seconds("gen") == pytest.approx(30.0, rel=0.02)
     assert step.seconds("update_weights") == pytest.approx(0.5, rel=0.02)
-    assert step.seconds("old_log_prob") + step.seconds("update_actor") == pytest.approx(16.0, rel=0.02)
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    (copy / "hardware.yaml").unlink()
+    assert main(["--calibrate", str(run), str(copy)]) == 0
+    assert read_hardware(run / "hardware.yaml") == read_hardware(copy / "hardware.yaml")
+    config_file = copy / "config.yaml"
+    other = {"cpu": "cuda", "cuda": "cpu"}[device]
+    config_file.write_text(config_file.read_text().replace(f"device: {device}\n", f"device: {other}\n"))
+    with pytest.raises(UserError, match=r"CPU.*; give runs on one kind of device"):
+        main(["--calibrate", str(run), str(copy)])
+    # Of both the relative errors are the same: a rate of all passes may be any.
+    assert step.seconds("old_log_prob") * step.seconds("update_actor") == pytest.approx(4.0 * 12.0, rel=0.02)
 
 
 # --- published steps

@@ -112,6 +112,8 @@ def test_who_waited_is_said_in_words() -> None:
         Span("sample 3.1", "program", 100, 105.5),
         Span("sample 3.1", "queued", 100, 101),
         Span("sample 3.1", "turn", 101, 103, {"turn": 0, "server": 0}),
+        Span("sample 3.1", "prefill", 101, 101.5, {"turn": 0}),
+        Span("sample 3.1", "decode", 101.5, 103, {"turn": 0}),
         Span("sample 3.1", "tool python", 103, 104),
         Span("sample 3.1", "turn", 104, 105, {"turn": 1, "server": 0}),
         Span("sample 3.1", "reward", 105.5, 106),
@@ -119,8 +121,9 @@ def test_who_waited_is_said_in_words() -> None:
     assert who_waited.said(spans) == [
         "The trainer's ranks computed in 35% of the step (30% to 40%).",
         "The servers generated in 50% of the step.",
-        "All waited for sample 3.1 at the end: it took 6.00 s, 3.00 s in 2 turns of the policy, 1.00 s in line for a "
-        "server, 1.00 s in tools, 0.50 s in its reward, 0.50 s in its program alone.",
+        "All waited for sample 3.1 at the end: it took 6.00 s, 3.00 s in 2 turns of the policy, 0.50 s of "
+        "them before a first token, 1.00 s in line for a server, 1.00 s in tools, 0.50 s in its reward, 0.50 s "
+        "in its program alone.",
     ]
     figure = who_waited.timeline_figure(spans, "t")
     rows = figure["layout"]["yaxis"]["categoryarray"]

@@ -174,6 +174,27 @@ def test_each_range_of_experts_is_on_ranks_of_its_own(family: str, order: str) -
         }
 
 
+def test_stacked_experts_whose_gates_come_before_their_ups() -> None:
+    """Their ranges and widths are those of the test above."""
+    config = {"model_type": "qwen3_vl_moe", "text_config": CONFIG | {"num_experts": 4}}
+    generator = torch.Generator().manual_seed(5)
+    tensors = {"gate_up_proj": (4, 8, 260), "down_proj": (4, 130, 8)}
+    tensors = {name: torch.randn(size, generator=generator) for name, size in tensors.items()}
+    expected = expected_of(config, 4, engine_kwargs={"sglang": {"ep_size": 2}})
+    expected.add([(f"model.language_model.layers.0.mlp.experts.{name}", tensor) for name, tensor in tensors.items()])
+    # By expert: rows of gate and of up, columns of down.
+    gate, up = np.split(tensors["gate_up_proj"].numpy().swapaxes(1, 2), 2, axis=1)
+    down = tensors["down_proj"].numpy().swapaxes(1, 2)
+    padded = lambda part, axis: np.pad(part, [(0, 126 if dim == axis else 0) for dim in range(3)])  # noqa: E731
+    for rank, checksums in enumerate(expected.result()):
+        experts, half = np.s_[:2] if rank < 2 else np.s_[2:], rank % 2
+        of = lambda part, axis: np.split(padded(part, axis), 2, axis=axis)[half][experts]  # noqa: B023, E731
+        assert checksums == {
+            LAYER + "mlp.experts.w13_weight": digest(np.concatenate([of(gate, 1), of(up, 1)], 1)),
+            LAYER + "mlp.experts.w2_weight": digest(of(down, 2)),
+        }
+
+
 def test_with_deepep_every_rank_has_experts_of_its_own_and_shared_ones_whole() -> None:
     """Unlike the other MLPs of the model."""
     config = LATENT_CONFIG | {"n_routed_experts": 2}
