@@ -31,7 +31,7 @@ _EXPERTS = re.compile(rf"(.*\.experts\.)(gate_up|down)_proj({SCALE})?")
 def file_shapes(model: nn.Module) -> Shapes:
     """The tensors of transformers' model under the names in files: it has experts in one tensor, files one by one.
 
-    Without those of a vision tower. gpt-oss's files have experts in one, too.
+    gpt-oss's files have experts in one, too.
     """
     return {name: tuple(tensor.shape) for name, tensor in _file_tensors(model).items()}
 
@@ -39,8 +39,6 @@ def file_shapes(model: nn.Module) -> Shapes:
 def _file_tensors(model: Any) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for key, tensor in model.state_dict().items():
-        if ".visual." in key:
-            continue
         if model.config.model_type != "gpt_oss" and (match := _EXPERTS.fullmatch(key)):
             before, joined, scale = match.groups(default="")
             parts = ("gate_proj", "up_proj") if joined == "gate_up" else ("down_proj",)

@@ -12,13 +12,8 @@ from PIL import Image
 from tests.tiny_vision import END, IMAGE, START, tiny_vision_tokenizer
 
 # Of the tiny models' towers.
-PATCH_SIZES = {"qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_vl_moe": 16}
+PATCH_SIZES = {"qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_vl_moe": 16, "qwen3_5": 16, "qwen3_5_moe": 16}
 MIN_PIXELS, MAX_PIXELS = 28 * 28, 28 * 28 * 64
-_PROCESSORS = {
-    "qwen2_5_vl": "Qwen2_5_VLProcessor",
-    "qwen3_vl": "Qwen3VLProcessor",
-    "qwen3_vl_moe": "Qwen3VLProcessor",
-}
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
@@ -31,7 +26,7 @@ def write_processor(path: Path, family: str) -> None:
     """Writes preprocessor_config.json, as the family's models are published, and a tokenizer that knows images."""
     own = {
         "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": _PROCESSORS[family],
+        "processor_class": "Qwen2_5_VLProcessor" if family == "qwen2_5_vl" else "Qwen3VLProcessor",
         "patch_size": PATCH_SIZES[family],
         "temporal_patch_size": 2,
         "merge_size": 2,

@@ -48,6 +48,8 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
@@ -172,7 +174,7 @@ def make_tiny_model(
         # transformers reads the first, SGLang the second.
         config |= {"partial_rotary_factor": 0.5, "rotary_dim": config["head_dim"] // 2}
     if family in WITH_DELTA_NETS:
-        config |= _delta_nets(num_layers, num_heads)
+        config |= delta_nets(num_layers, num_heads)
     config |= ({"n_group": 1} if variant == "kimi_k2" else {}) | config_changes
     # transformers draws from the global generator; the caller keeps its state.
     with torch.random.fork_rng(devices=[]):
@@ -247,10 +249,36 @@ def store_as_released(model: Path) -> dict[str, torch.Tensor]:
     The language model's keys are in text_config, its tensors below model.language_model, the experts of a layer
     stacked. Returns all tensors of the files.
     """
+    named = {
+        name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: tensor
+        for name, tensor in load_file(model / "model.safetensors").items()
+    }
+    stored = with_stacked_experts(named)
+    text = json.loads((model / "config.json").read_text())
+    tower = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "patch_size": 4}
+    tower |= {"num_position_embeddings": 16, "out_hidden_size": text["hidden_size"]}
+    generator = torch.Generator().manual_seed(5)
+    for name, tensor in Qwen3_5VisionModel(Qwen3_5VisionConfig(**tower)).state_dict().items():
+        stored[f"model.visual.{name}"] = torch.randn(tensor.shape, generator=generator)
+    stored["mtp.layers.0.mlp.experts.0.gate_proj.weight"] = torch.randn(4, 6, generator=generator).bfloat16()
+    save_file(stored, model / "model.safetensors", metadata={"format": "pt"})
+    (name,) = text.pop("architectures")
+    config = {
+        "architectures": [name.replace("ForCausalLM", "ForConditionalGeneration")],
+        "model_type": text["model_type"].removesuffix("_text"),
+        "text_config": text,
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "vision_config": tower,
+    }
+    (model / "config.json").write_text(json.dumps(config))
+    return stored
+
+
+def with_stacked_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors with the experts of a layer in two, as released files with a vision tower have them."""
     stored: dict[str, torch.Tensor] = {}
     experts: dict[str, dict[tuple[int, int], torch.Tensor]] = {}
-    for name, tensor in load_file(model / "model.safetensors").items():
-        name = name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
+    for name, tensor in tensors.items():
         before, _, rest = name.partition(".experts.")
         if not rest:
             stored[name] = tensor
@@ -262,25 +290,10 @@ def store_as_released(model: Path) -> dict[str, torch.Tensor]:
         numbers = sorted({expert for expert, _ in parts})
         joined = [torch.cat([parts[key] for key in sorted(parts) if key[0] == expert]) for expert in numbers]
         stored[name] = torch.stack(joined)
-    generator = torch.Generator().manual_seed(5)
-    stored["model.visual.patch_embed.proj.weight"] = torch.randn(6, 3, 2, 2, 2, generator=generator)
-    stored["model.visual.merger.norm.bias"] = torch.randn(6, generator=generator)
-    stored["mtp.layers.0.mlp.experts.0.gate_proj.weight"] = torch.randn(4, 6, generator=generator).bfloat16()
-    save_file(stored, model / "model.safetensors", metadata={"format": "pt"})
-    text = json.loads((model / "config.json").read_text())
-    (name,) = text.pop("architectures")
-    config = {
-        "architectures": [name.replace("ForCausalLM", "ForConditionalGeneration")],
-        "model_type": text["model_type"].removesuffix("_text"),
-        "text_config": text,
-        "tie_word_embeddings": text["tie_word_embeddings"],
-        "vision_config": {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16},
-    }
-    (model / "config.json").write_text(json.dumps(config))
     return stored
 
 
-def _delta_nets(num_layers: int, num_heads: int) -> dict[str, Any]:
+def delta_nets(num_layers: int, num_heads: int) -> dict[str, Any]:
     """Delta nets in every second layer, from the first on."""
     kinds = ("linear_attention", "full_attention")
     return {

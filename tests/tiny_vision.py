@@ -15,13 +15,17 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
 )
 
-from tests.tiny_models import BOS_ID, EOS_ID, PAD_ID, tiny_tokenizer
+from tests.tiny_models import BOS_ID, EOS_ID, PAD_ID, delta_nets, tiny_tokenizer, with_stacked_experts
 
 START, END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 VOCAB_SIZE = 512
@@ -29,13 +33,17 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
     "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
     "qwen3_vl_moe": (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration),
+    "qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
+    "qwen3_5_moe": (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
 }
-# Of both towers: hidden size 32, patches merged by 2 x 2.
+# Of all towers: hidden size 32, patches merged by 2 x 2.
 _TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "initializer_range": 0.2}
-_QWEN3 = {"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+_QWEN3_5 = {"patch_size": 16, "num_position_embeddings": 64}
+_QWEN3 = _QWEN3_5 | {"deepstack_visual_indexes": [0, 1]}
 # A window of two by two merged patches in the first block.
 _QWEN2 = {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}
 _TOWERS: dict[str, dict[str, Any]] = {"qwen2_5_vl": _QWEN2, "qwen3_vl": _QWEN3, "qwen3_vl_moe": _QWEN3}
+_TOWERS |= {"qwen3_5": _QWEN3_5, "qwen3_5_moe": _QWEN3_5}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 
 
@@ -82,8 +90,14 @@ def make_tiny_vision_model(
     if family != "qwen2_5_vl":
         text["head_dim"] = 16
         text["rope_parameters"] |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
-    if family == "qwen3_vl_moe":
+    if family.startswith("qwen3_5"):
+        # Half of each head turns, as in the others.
+        text |= {"head_dim": 32} | delta_nets(num_layers, num_heads=4)
+        text["rope_parameters"] |= {"partial_rotary_factor": 0.5}
+    if family.endswith("_moe"):
         text |= _EXPERTS
+    if family == "qwen3_5_moe":
+        text["shared_expert_intermediate_size"] = 16
     config_class, model_class = FAMILIES[family]
     config = config_class(
         text_config=text,
@@ -98,8 +112,10 @@ def make_tiny_vision_model(
         torch.manual_seed(seed)
         model = model_class(config)
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 1:
+            for name, parameter in model.named_parameters():
+                if name.endswith("A_log"):
+                    parameter.uniform_(-3, 0)
+                elif parameter.ndim == 1:
                     parameter.add_(0.1 * torch.randn_like(parameter))
     path = Path(path)
     model.save_pretrained(path)
@@ -108,6 +124,9 @@ def make_tiny_vision_model(
         stored = load_file(path / "model.safetensors")
         stored = {name: x.transpose(1, 2).contiguous() if ".experts." in name else x for name, x in stored.items()}
         save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    if family == "qwen3_5_moe":
+        stored = with_stacked_experts(load_file(path / "model.safetensors"))
+        save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save_pretrained(path)
     return path
 
@@ -115,6 +134,26 @@ def make_tiny_vision_model(
 def load_tiny_vision_model(path: Path, family: str, **arguments: Any) -> PreTrainedModel:
     """transformers' model of one that `make_tiny_vision_model` wrote."""
     return FAMILIES[family][1].from_pretrained(path, dtype=torch.float32, **arguments)
+
+
+def sent_weights(path: Path, family: str) -> dict[str, Tensor]:
+    """The tensors of a model's files as weights are sent: those of Qwen3.5's experts each by itself."""
+    stored = load_file(path / "model.safetensors")
+    return by_expert(stored) if family == "qwen3_5_moe" else stored
+
+
+def by_expert(stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors with each expert by itself, of those that have the rows of all experts of a layer."""
+    tensors = {}
+    for name, tensor in stored.items():
+        before, found, whole = name.partition(".experts.")
+        parts = ("gate_proj", "up_proj") if whole == "gate_up_proj" else ("down_proj",)
+        for number, expert in enumerate(tensor) if found else ():
+            for part, rows in zip(parts, expert.chunk(len(parts)), strict=True):
+                tensors[f"{before}.experts.{number}.{part}.weight"] = rows.contiguous()
+        if not found:
+            tensors[name] = tensor
+    return tensors
 
 
 def picture_rows(family: str, pictures: Sequence[Sequence[tuple[int, int]]], seed: int = 11) -> list[dict[str, Tensor]]:

@@ -1,6 +1,6 @@
 """Writes a small untrained vision-language model, its tokenizer of words and its processor, in Hugging Face format.
 
-python examples/vision/make_model.py --out DIR [--model qwen2_5_vl|qwen3_vl] [--seed 0]
+python examples/vision/make_model.py --out DIR [--model qwen2_5_vl|qwen3_vl|qwen3_5] [--seed 0]
 """
 
 from __future__ import annotations
@@ -33,6 +33,19 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"mrope_section": [8, 4, 4], "mrope_interleaved": True},
         "Qwen3VLProcessor",
     ),
+    "qwen3_5": (
+        {"patch_size": 14, "num_position_embeddings": 16},
+        {"mrope_section": [4, 2, 2], "mrope_interleaved": True, "partial_rotary_factor": 0.5},
+        "Qwen3VLProcessor",
+    ),
+}
+# What Qwen3.5's language model has besides: every second layer attends, the others are gated delta nets.
+DELTA_NETS = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
 }
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>"
@@ -77,7 +90,7 @@ def make_model(out: Path, seed: int, family: str = "qwen2_5_vl") -> Path:
         "bos_token_id": None,
         "eos_token_id": 1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **rope},
-    }
+    } | (DELTA_NETS if family == "qwen3_5" else {})
     vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 128}
     start, end, image, video = (tokenizer.convert_tokens_to_ids(token) for token in VISION)
     config = AutoConfig.for_model(

@@ -1,6 +1,6 @@
 """Naming what drawn pictures show, whole: data, a vision-language model, SFT, RL, merge, and a check by transformers.
 
-    python examples/vision/quickstart.py [--out DIR] [--seed N] [--model qwen2_5_vl|qwen3_vl] [KEY=VALUE]
+    python examples/vision/quickstart.py [--out DIR] [--seed N] [--model qwen2_5_vl|qwen3_vl|qwen3_5] [KEY=VALUE]
 
 KEY=VALUE goes to `scalerl train`. It runs the same commands that a user types and prints each of them.
 """

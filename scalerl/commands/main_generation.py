@@ -142,10 +142,11 @@ def check_generation(cfg: GenerationConfig) -> GenerationInputs:
         eos_ids = errors.attempt(lambda: eos_token_ids(cfg.model.path)) or ()
         setting, kwargs = f"model.path = {cfg.model.path}", cfg.data.chat_template_kwargs
         errors.violations.extend(ends_of_answers_violations(setting, tokenizer, eos_ids, kwargs))
+    served = ENGINES[cfg.rollout.name].takes_pictures
     num_known = len(errors.violations)
-    processor = errors.attempt(lambda: load_processor(cfg.model.path, cfg.data))
+    processor = errors.attempt(lambda: load_processor(cfg.model.path, cfg.data, served=served))
     is_loaded = len(errors.violations) == num_known
-    if processor is not None and not ENGINES[cfg.rollout.name].takes_pictures:
+    if processor is not None and not served:
         errors.violations.append(
             f"rollout.name = {cfg.rollout.name}: computes no vision tower, which {cfg.model.path} has; set "
             "rollout.name=sglang"

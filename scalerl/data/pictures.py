@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 MARK = "<image>"
 # A picture as a data set holds it: its file's content, or the absolute path of its file.
 PictureSource = bytes | str
+# The file of a model's image processor.
+_PROCESSOR = "preprocessor_config.json"
 _SHAPE = 'write bytes, a path, or {"bytes": ...} or {"path": ...}'
 # Longer text is an image in base64.
 _MAX_PATH_CHARS = 1024
@@ -64,9 +66,11 @@ class Picture:
     pixel_values: np.ndarray = field(compare=False, repr=False)
 
 
-def load_processor(directory: str | os.PathLike, config: ChatConfig) -> PictureProcessor | None:
+def load_processor(directory: str | os.PathLike, config: ChatConfig, *, served: bool = True) -> PictureProcessor | None:
     """The processor in a model's directory; None for a model that takes no pictures, or whose config.json is not there.
 
+    served: whether servers take pictures. Of a model that is trained without its tower, too, None where they do not, or
+    where the directory has no image processor.
     Raises DataError as `PictureProcessor`.
     """
     try:
@@ -75,7 +79,7 @@ def load_processor(directory: str | os.PathLike, config: ChatConfig) -> PictureP
         # Who reads the model's shape says so.
         return None
     vision = vision_config(model_config)
-    if vision is None:
+    if vision is None or (vision.is_optional and not (served and (Path(directory) / _PROCESSOR).is_file())):
         return None
     video = model_config.get("video_token_id")
     return PictureProcessor(directory, vision, [vision.image_token_id, *([] if video is None else [video])], config)
@@ -105,7 +109,7 @@ class PictureProcessor:
             raise DataError(
                 [
                     f"image processor in {directory} does not load: {type(error).__name__}: {error}; add the model's "
-                    "preprocessor_config.json"
+                    f"{_PROCESSOR}"
                 ]
             ) from error
         if others := [
@@ -113,7 +117,7 @@ class PictureProcessor:
             for key in ("patch_size", "temporal_patch_size", "merge_size")
             if getattr(images, key) != (own := getattr(vision, key))
         ]:
-            said = f"preprocessor_config.json in {directory} has {', '.join(others)}"
+            said = f"{_PROCESSOR} in {directory} has {', '.join(others)}"
             raise DataError([f"{said}; it is another model's: put this model's there"])
         self._images = images
         self.vision, self.placeholders = vision, frozenset(placeholders)
@@ -156,6 +160,17 @@ class PictureProcessor:
             grid_thw=(t, h, w),
             pixel_values=np.ascontiguousarray(made["pixel_values"], np.float32),
         )
+
+    def check_marks(self, messages: Sequence[Mapping[str, Any]], images: Sequence[PictureSource]) -> None:
+        """Raises PictureError for <image> in the texts of a row without images, where it would remain a word.
+
+        Not for a model that may be trained without its tower: its rows may be text that has this word.
+        """
+        if images or self.vision.is_optional:
+            return
+        if any(MARK in text for message in messages for text in texts_of(message)):
+            advice = f"give them in the column that data.image_key names, or remove {MARK}"
+            raise PictureError(f"no images for {MARK} in the messages", advice)
 
     def expand(self, input_ids: Sequence[int], images: Sequence[PictureSource]) -> list[int]:
         """The tokens with as many placeholders as the images take.  Raises PictureError as `counts`."""
@@ -315,13 +330,6 @@ def source_of_url(url: str) -> bytes:
 def digest_of(source: PictureSource) -> str:
     """What says in a digest of rows which picture it is: its content, or the name of its file."""
     return hashlib.sha256(source).hexdigest() if isinstance(source, bytes) else Path(source).name
-
-
-def check_marks(messages: Sequence[Mapping[str, Any]], images: Sequence[PictureSource]) -> None:
-    """Raises PictureError for <image> in the texts of a row without images, which would remain a word."""
-    if not images and any(MARK in text for message in messages for text in texts_of(message)):
-        advice = f"give them in the column that data.image_key names, or remove {MARK}"
-        raise PictureError(f"no images for {MARK} in the messages", advice)
 
 
 def texts_of(message: Mapping[str, Any]) -> list[str]:

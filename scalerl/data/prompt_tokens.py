@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from scalerl.data.chat import Conversation, SpecialTokens, encode, left_out, render
-from scalerl.data.pictures import PictureError, PictureProcessor, check_marks
+from scalerl.data.pictures import PictureError, PictureProcessor
 from scalerl.data.problems import DataError, FileProblems
 from scalerl.data.unknown_text import UnknownText
 
@@ -167,7 +167,7 @@ def _with_pictures(tokens: Tokens, prompt: Conversation, processor: PictureProce
     if tokens.problem:
         return tokens
     try:
-        check_marks(prompt.messages, prompt.images)
+        processor.check_marks(prompt.messages, prompt.images)
         return tokens._replace(
             input_ids=np.asarray(processor.expand(tokens.input_ids.tolist(), prompt.images), np.int32)
         )

@@ -177,8 +177,8 @@ def check_images(
     elif value and not sees_images:
         problem = "images, for a model without a vision part"
         advice = (
-            "give a model that takes images, remove the images or the rows, or name another column with "
-            "data.image_key if these are no images"
+            "give a model that takes images (with its preprocessor_config.json, and rollout.name=sglang), remove the "
+            "images or the rows, or name another column with data.image_key if these are no images"
         )
         problems.add(problem, advice, **where, value=f"{len(value)} of them")
     elif value:

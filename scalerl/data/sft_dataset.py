@@ -14,7 +14,7 @@ import numpy as np
 from scalerl.config.schema import SFTDataConfig
 from scalerl.data.chat import Conversation, SpecialTokens, encode, left_out, render, require_chat_template
 from scalerl.data.files import DataFile, read_chunks, resolve_files
-from scalerl.data.pictures import PictureError, PictureProcessor, PictureSource, check_marks, expand, text_of
+from scalerl.data.pictures import PictureError, PictureProcessor, PictureSource, expand, text_of
 from scalerl.data.problems import DataError, FileProblems
 from scalerl.data.ragged import PackedObjects, RaggedArray, truncate
 from scalerl.data.row_checks import MessagesDigest, check_images, check_messages, check_tools
@@ -139,8 +139,8 @@ def _read_file(
                 continue
             try:
                 if processor is not None:
-                    check_marks(messages, images)
-                samples = samples if processor is None else _with_pictures(samples, images, processor)
+                    processor.check_marks(messages, images)
+                    samples = _with_pictures(samples, images, processor)
             except PictureError as error:
                 problems.add(error.problem, error.advice, row=row, column=config.image_key)
                 continue

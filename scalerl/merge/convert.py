@@ -32,8 +32,12 @@ from scalerl.models import (
     read_config,
 )
 from scalerl.models.adapters import trained_params
+from scalerl.models.shape import with_defaults
+from scalerl.models.table import TOWER_MODULE
 from scalerl.models.weights import ADAPTER_NAME
 
+# Key of config.json: layers that predict further tokens, in the files of Qwen3.5.
+_PREDICTION_LAYERS = "mtp_num_hidden_layers"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -73,8 +77,8 @@ def merge(
     that is read is compared with the digests that were saved.
     num_workers: threads; None: as many as cores, at most 8.
     hf_model_path: the model that the run began from. Its untrained tensors (vision tower, layers that predict further
-    tokens) are copied as they are; None: left out, which a model with a vision tower refuses. With an adapter: None is
-    the model that the checkpoint's config.yaml names.
+    tokens) are copied as they are; None: left out, which is refused where config.json has such. With an adapter: None
+    is the model that the checkpoint's config.yaml names.
     merge_adapters: of a checkpoint that has an adapter, write the whole model.
     local_dir: `global_step_N/actor` or `global_step_N`. dtype: float32 | bfloat16 | float16; None keeps what is stored.
     Raises ValueError: not a finished checkpoint; missing, unexpected or wrongly shaped tensors (all in one error);
@@ -88,12 +92,12 @@ def merge(
     adapter = stored_adapter(checkpoint)
     if adapter is None and merge_adapters:
         raise ValueError(f"{actor_dir} has a whole model and no adapter; leave out --merge-adapters")
-    shape = replace(ModelShape.from_hf(hf_dir), adapter=adapter)
+    shape = replace(_stored_shape(hf_dir, checkpoint), adapter=adapter)
     family = family_of(shape)
-    if family.leaves_tower and hf_model_path is None and adapter is None:
+    if hf_model_path is None and adapter is None and (missing := _in_files_alone(hf_dir, shape)):
         raise ValueError(
-            f"{hf_dir} is of a {family.model_type} model, whose files hold {' and '.join(family.untrained)}*, which a "
-            "run does not train; give --hf_model_path, the model that the run began from, to copy them"
+            f"{hf_dir} is of a {family.model_type} model, whose files hold {' and '.join(missing)}*, which the run did "
+            "not train; give --hf_model_path, the model that the run began from, to copy them"
         )
     params = trained_params(shape)
     keys = _check_complete(checkpoint, family, params, shape)
@@ -105,12 +109,12 @@ def merge(
             specs = write_adapter(directory, checkpoint, keys, shape, out_dtype, base, num_workers)
         else:
             base_dir = None if adapter is None else base_directory(actor_dir, checkpoint, base)
-            with _untrained(base_dir or hf_model_path, family) as others:
+            with _untrained(base_dir or hf_model_path, shape) as others:
                 to = (directory, checkpoint, keys, shape, out_dtype, others, max_shard_bytes, num_workers)
                 specs = _write_tensors(*to) if base_dir is None else write_adapted(*to, base_dir)
             copy_beside(hf_dir, directory, out_dtype)
             with HFWeights(directory) as written:
-                written.check(family, ModelShape.from_hf(directory))
+                written.check(family, replace(ModelShape.from_hf(directory), vision=shape.vision))
     return MergeSummary.of(target, specs, out_dtype, start)
 
 
@@ -207,17 +211,33 @@ def _out_dtype(checkpoint: DistCheckpoint, keys: Sequence[str], wanted: str | No
     return stored.pop()
 
 
+def _stored_shape(hf_dir: Path, checkpoint: DistCheckpoint) -> ModelShape:
+    """The shape of the model in a checkpoint, whose run may have left the vision tower out."""
+    shape = ModelShape.from_hf(hf_dir)
+    is_there = any(key.removeprefix(CHECKPOINT_MODEL_PREFIX).startswith(TOWER_MODULE) for key in checkpoint.tensors)
+    return shape if shape.vision is None or not shape.vision.is_optional or is_there else shape.without_tower()
+
+
+def _in_files_alone(hf_dir: Path, shape: ModelShape) -> tuple[str, ...]:
+    """Beginnings of the names of tensors that released files hold, and a checkpoint does not."""
+    family = family_of(shape)
+    is_whole = shape.vision is not None and not with_defaults(read_config(hf_dir)).get(_PREDICTION_LAYERS)
+    return () if family.tower is None or is_whole else family.untrained_in(shape)
+
+
 @contextmanager
-def _untrained(model_dir: str | Path | None, family: Family) -> Iterator[dict[str, LazyTensor]]:
+def _untrained(model_dir: str | Path | None, shape: ModelShape) -> Iterator[dict[str, LazyTensor]]:
     """The tensors of a model's files that no run trains, by name; none without a directory."""
     if model_dir is None:
         yield {}
         return
+    family = family_of(shape)
+    untrained = family.untrained_in(shape)
     with HFWeights(model_dir) as weights:
-        found = {name: weights.unread(name) for name in weights.names() if name.startswith(family.untrained)}
-        if family.leaves_tower and not found:
+        found = {name: weights.unread(name) for name in weights.names() if name.startswith(untrained)}
+        if len(untrained) > len(family.untrained) and not found:
             raise ValueError(
-                f"{model_dir} has no tensor {' or '.join(family.untrained)}*, which the files of a {family.model_type} "
+                f"{model_dir} has no tensor {' or '.join(untrained)}*, which the files of a {family.model_type} "
                 "model hold; give --hf_model_path the model that the run began from"
             )
         yield found

@@ -171,10 +171,11 @@ def adapter_pairs(param: Param, shape: ModelShape) -> list[tuple[Param, Param] |
 
 
 def _pair(param: Param, number: int, family: Family) -> tuple[Param, Param]:
-    """peft's names are those of transformers' module, whatever the files have: of a model with its tower, or of the
-    language model alone where the files have other parts too."""
+    """peft's names are those of transformers' module, whatever the files have: of the language model alone where there
+    is one, for which peft knows the names of experts, too."""
     hf, (rows, columns) = param.hf[number].removesuffix(_WEIGHT), param.dims[number]
-    hf = (_OF_VISION_MODEL if family.tower else HF_MODEL) + hf.removeprefix(family.prefix)
+    has_tower = family.tower is not None and not family.tower.is_optional
+    hf = (_OF_VISION_MODEL if has_tower else HF_MODEL) + hf.removeprefix(family.prefix)
     sections = (param.sections[number],) if param.sections else ()
     # One of two tensors, each of which is split over its rows.
     by_rows = "column" if param.kind == "gate_up" and not sections else param.kind

@@ -1,4 +1,4 @@
-"""The family of Qwen3.5 and 3.6, dense, without the vision tower: gated delta nets, and gated attention in some layers.
+"""The family of Qwen3.5 and 3.6, dense: gated delta nets, and gated attention in some layers; and its vision tower.
 
 Gated Delta Networks: arXiv 2412.06464. A delta net's tensors are joined by key head: the rows of queries, keys, values,
 output gate (z), update strength (b) and decay (a) that belong to it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from scalerl.models import qwen3_vl
 from scalerl.models.rules import K_NORM, PROJ, Q_NORM, QKV_WEIGHT, decoder_family, released
 from scalerl.models.table import ParamPattern
 
@@ -67,5 +68,15 @@ FAMILY = decoder_family(
     delta_net=True,
     untrained=("mtp.",),
 )
-# The released files: with a vision tower.
-RELEASED = released(FAMILY, "qwen3_5")
+# Qwen3-VL's, which feeds no layer of the language model.
+TOWER = replace(
+    qwen3_vl.TOWER,
+    transformers_class="qwen3_5.modeling_qwen3_5.Qwen3_5VisionModel",
+    deepstack=(),
+    defaults={key: value for key, value in qwen3_vl.TOWER.defaults.items() if key != "deepstack_visual_indexes"},
+    image_token_id=248056,
+    sections=(11, 11, 10),
+    is_optional=True,
+)
+# The released files.
+RELEASED = released(FAMILY, "qwen3_5", TOWER)

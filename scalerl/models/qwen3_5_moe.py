@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from scalerl.models.mixture import Mixture
-from scalerl.models.qwen3_5 import ATTENTION, DEFAULTS
+from scalerl.models.qwen3_5 import ATTENTION, DEFAULTS, TOWER
 from scalerl.models.rules import decoder_family, experts, mlp, released, router
 from scalerl.models.table import ParamPattern
 
@@ -36,5 +38,10 @@ FAMILY = decoder_family(
     ),
     mixture_rules=MIXTURE_RULES,
 )
-# The released files: with a vision tower.
-RELEASED = released(FAMILY, "qwen3_5_moe", stacks_experts=True)
+# The released files.
+RELEASED = released(
+    FAMILY,
+    "qwen3_5_moe",
+    replace(TOWER, transformers_class="qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeVisionModel"),
+    stacks_experts=True,
+)

@@ -61,8 +61,6 @@ TOWER = Tower(
 )
 
 FAMILY = replace(
-    released(qwen3.FAMILY, "qwen3_vl"),
-    untrained=(),
-    tower=TOWER,
+    released(qwen3.FAMILY, "qwen3_vl", TOWER),
     defaults={**qwen3.FAMILY.defaults, "rope_theta": 5e5, "max_position_embeddings": 128000},
 )

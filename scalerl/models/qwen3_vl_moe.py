@@ -47,8 +47,8 @@ _TEXT = decoder_family(
     ),
     mixture_rules=(router("mlp.gate"), *_EXPERTS),
 )
-FAMILY = replace(
-    released(_TEXT, "qwen3_vl_moe"),
-    untrained=(),
-    tower=replace(qwen3_vl.TOWER, transformers_class="qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeVisionModel"),
+FAMILY = released(
+    _TEXT,
+    "qwen3_vl_moe",
+    replace(qwen3_vl.TOWER, transformers_class="qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeVisionModel"),
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from scalerl.models.mixture import Mixture
-from scalerl.models.table import HF_MODEL, Family, ParamPattern, TowerTensor, Where
+from scalerl.models.table import HF_MODEL, Family, ParamPattern, Tower, TowerTensor, Where
 
 # Beginning of the names of layer i's tensors in Hugging Face files.
 _HF_LAYER = f"{HF_MODEL}layers.{{i}}."
@@ -136,11 +136,8 @@ def linear(name: str, rows: str, columns: str) -> tuple[TowerTensor, TowerTensor
     return (f"{name}.weight", (rows, columns)), (f"{name}.bias", (rows,))
 
 
-def released(text: Family, model_type: str, *, stacks_experts: bool = False) -> Family:
-    """The family of files of a model with a vision tower, whose language model is of the family `text`.
-
-    The tower's tensors and those of layers that predict further tokens are left as they are.
-    """
+def released(text: Family, model_type: str, tower: Tower, *, stacks_experts: bool = False) -> Family:
+    """The family of files of a model with a vision tower, whose language model is of the family `text`."""
     prefix = "model.language_model."
 
     def named(rules: Iterable[ParamPattern]) -> tuple[ParamPattern, ...]:
@@ -156,8 +153,8 @@ def released(text: Family, model_type: str, *, stacks_experts: bool = False) -> 
         last=named(text.last),
         prefix=prefix,
         text_config="text_config",
-        untrained=("model.visual.", *text.untrained),
         stacks_experts=stacks_experts,
+        tower=tower,
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from scalerl.models.block_scales import weight_block
 from scalerl.models.mxfp4 import is_mxfp4
 from scalerl.models.registry import family_named, family_of
-from scalerl.models.table import Family
+from scalerl.models.table import HF_MODEL, Family
 from scalerl.models.vision import VisionModel, vision_config
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class ModelShape:
     head: lm (next-token logits), or value (one number per token: critics and reward models; never tied).
     adapter: the low-rank adapter that is trained in the place of the weights (None: they are trained); not of
     config.json.
-    vision: the vision tower (None: none, or one that stays as it is). frozen_tower: it is not trained; not of
+    vision: the vision tower (None: none, or one that is left out). frozen_tower: it is not trained; not of
     config.json.
     """
 
@@ -241,12 +241,11 @@ class ModelShape:
                 "config.json's architectures name a value model (one number for every token), which predicts no words; "
                 "give a causal language model"
             )
-        if family_of(self).leaves_tower:
-            raise ValueError(
-                f"a {self.model_type} model, with its vision tower, cannot become a value model; give one without it "
-                f"(model_type {self.model_type}_text), or an estimator without a critic"
-            )
         return replace(self, head="value", tie_word_embeddings=False)
+
+    def without_tower(self) -> ModelShape:
+        """The language model alone, of a model whose vision tower is left as it is in the files."""
+        return replace(self, vision=None)
 
 
 def read_config(model_dir: str | Path) -> dict[str, Any]:
@@ -347,7 +346,7 @@ def _two_values(config: Mapping[str, Any], family: Family) -> list[str]:
     if not family.text_config:
         return []
     if not isinstance(text := config.get(family.text_config), Mapping):
-        if family.tower and text is None:
+        if family.tower and family.prefix == HF_MODEL and text is None:
             # As Qwen2.5-VL is published: the language model's keys are beside the vision tower's.
             return []
         return [f"{family.text_config} is {text!r}, not an object with the language model's keys"]

@@ -561,6 +561,8 @@ class Tower:
     defaults: what transformers takes for keys that vision_config leaves out.
     image_token_id, sections, interleaved: of `VisionModel`; the first two where config.json has none.
     transformers_class: its class below transformers.models.
+    is_optional: transformers has a class of the language model alone, and a run without pictures may leave the tower
+    as it is.
     """
 
     prefix: str
@@ -572,6 +574,7 @@ class Tower:
     sections: tuple[int, int, int]
     interleaved: bool
     deepstack: tuple[TowerTensor, ...] = ()
+    is_optional: bool = False
 
     def params(self, vision: VisionModel) -> Iterator[Param]:
         """The tower's tensors; each rank of the first stage has them whole."""
@@ -600,7 +603,7 @@ class Family:
     latent: multi-head latent attention.
     prefix: how the names of the tensors in the files begin, but the head's.
     text_config: the key of config.json that holds the language model's keys; those of other parts are outside of it.
-    untrained: beginnings of the names of tensors of other parts, which are neither trained nor sent.
+    untrained: beginnings of the names of further tensors, which are neither trained nor sent.
     stacks_experts: the files have the experts of a layer in two tensors (`stacked_place`).
     delta_net: some layers have a gated delta net in the place of attention (key layer_types, or
     full_attention_interval); attention has an output gate, and norms multiply with 1 + weight.
@@ -609,7 +612,7 @@ class Family:
     nope_layers: no_rope_layers, or no_rope_layer_interval, says which layers have no rotary embedding.
     sliding_layers: layer_types says which layers see `sliding_window` tokens alone.
     facts: fields of ModelShape that are the same for every model of the family.
-    tower: the vision tower that is part of the model (None: it has none, or leaves it as it is).
+    tower: the vision tower of the files (None: they have none).
     """
 
     model_type: str
@@ -634,10 +637,10 @@ class Family:
     facts: Mapping[str, Any] = field(default_factory=dict)
     tower: Tower | None = None
 
-    @property
-    def leaves_tower(self) -> bool:
-        """Whether its files have a vision tower that is neither trained nor sent."""
-        return bool(self.text_config) and self.tower is None
+    def untrained_in(self, shape: ModelShape) -> tuple[str, ...]:
+        """Beginnings of the names of tensors in the files that a model of this shape neither trains nor sends."""
+        tower = (self.tower.prefix,) if self.tower and shape.vision is None else ()
+        return (*tower, *self.untrained)
 
     @property
     def expert_names(self) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ class VisionModel:
     a block outside of full_attention_blocks see alone (0: they see the whole picture).
     deepstack_blocks: blocks whose output is added to the hidden states after the language model's first layers.
     sections: pairs of a head that turn by the position in time, height and width. interleaved: these take turns.
+    is_optional: as of `Tower`.
     """
 
     image_token_id: int
@@ -43,6 +44,7 @@ class VisionModel:
     window_size: int = 0
     full_attention_blocks: tuple[int, ...] = ()
     deepstack_blocks: tuple[int, ...] = ()
+    is_optional: bool = False
 
     @property
     def numbers_per_patch(self) -> int:
@@ -56,7 +58,7 @@ class VisionModel:
 
 
 def vision_config(config: Mapping[str, Any]) -> VisionModel | None:
-    """The vision tower of a model's config.json; None for a family whose tower scalerl does not run, or without one.
+    """The vision tower of a model's config.json; None for a family without one.
 
     Raises ValueError, one sentence for each problem, for a tower that transformers would make otherwise.
     """
@@ -67,11 +69,11 @@ def vision_config(config: Mapping[str, Any]) -> VisionModel | None:
     given = config.get("vision_config") or {}
     if not isinstance(given, Mapping):
         raise ValueError(f"vision_config is {given!r}, not an object with the vision tower's keys")
-    values = {**tower.defaults, **given}
+    values = {key: given.get(key, default) for key, default in tower.defaults.items()}
     problems = [
-        f"vision_config.{key} is {values[key]!r}, not {kind}"
-        for key, default in tower.defaults.items()
-        if (kind := _wanted(values[key], default)) is not None
+        f"vision_config.{key} is {value!r}, not {kind}"
+        for key, value in values.items()
+        if (kind := _wanted(value, tower.defaults[key])) is not None
     ]
     token_id = config.get("image_token_id", tower.image_token_id)
     if type(token_id) is not int:
@@ -101,6 +103,7 @@ def vision_config(config: Mapping[str, Any]) -> VisionModel | None:
         window_size=values.get("window_size", 0),
         full_attention_blocks=tuple(values.get("fullatt_block_indexes", ())),
         deepstack_blocks=tuple(values.get("deepstack_visual_indexes", ())),
+        is_optional=tower.is_optional,
     )
 
 

@@ -208,7 +208,7 @@ class HFWeights:
         expected = family.stored_shapes(shape)
         tied_head = set(family.head.hf) if shape.tie_word_embeddings else set()
         unused = tuple(f"model.layers.{shape.num_layers + n}." for n in range(shape.num_prediction_layers))
-        unused += family.untrained
+        unused += family.untrained_in(shape)
         extra = [
             n
             for n in self.names()

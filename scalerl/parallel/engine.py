@@ -66,6 +66,7 @@ class MegatronEngine:
     Every method is collective over all ranks. head: lm (policies), or value (critics and reward models), which takes
     the place of a language model's. adapter: trains in the place of the weights, and a value head with it; it begins
     with adapter_path, a directory of peft, or as nothing (None). freeze_vision_tower: all but the vision tower trains.
+    leave_out_tower: the model is the language model alone.
     """
 
     def __init__(
@@ -79,11 +80,13 @@ class MegatronEngine:
         adapter: Adapter | None = None,
         adapter_path: str | None = None,
         freeze_vision_tower: bool = False,
+        leave_out_tower: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
         self.groups = groups
         self.model_path = model_path
         shape = ModelShape.from_hf(model_path).with_head(head)
+        shape = shape.without_tower() if leave_out_tower else shape
         self.shape = replace(shape, adapter=adapter, frozen_tower=freeze_vision_tower)
         self.family = family_of(self.shape)
         self.device = platform.device_type()

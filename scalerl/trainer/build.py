@@ -240,6 +240,7 @@ def build_models(cfg: PPOConfig, inputs: PPOInputs, groups: dict[str, WorkerGrou
         adapter=inputs.shapes["actor"].adapter,
         adapter_path=model.lora_adapter_path,
         freeze_vision_tower=model.freeze_vision_tower,
+        leave_out_tower=inputs.shapes["actor"].vision is None,
         trust_remote_code=model.trust_remote_code,
     )
     for role in model_roles(cfg):
@@ -258,6 +259,7 @@ def build_models(cfg: PPOConfig, inputs: PPOInputs, groups: dict[str, WorkerGrou
             adapter=inputs.shapes["critic"].adapter if is_critic else None,
             adapter_path=cfg.critic.model.lora_adapter_path if is_critic else None,
             freeze_vision_tower=is_critic and cfg.critic.model.freeze_vision_tower,
+            leave_out_tower=inputs.shapes[role.name].vision is None,
             trust_remote_code=role.trust_remote_code,
         )
 

@@ -88,7 +88,13 @@ def arguments_of(path: Path, run_dir: Path) -> list[str]:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "tp_size"),
-    [("qwen2_5_vl", 1), ("qwen3_vl", 1), ("qwen3_vl_moe", 1), pytest.param("qwen3_vl", 2, marks=TWO_CORES)],
+    [
+        ("qwen2_5_vl", 1),
+        ("qwen3_vl", 1),
+        ("qwen3_vl_moe", 1),
+        ("qwen3_5", 1),
+        pytest.param("qwen3_vl", 2, marks=TWO_CORES),
+    ],
 )
 def test_trainer_and_servers_see_the_same(run: Run, tmp_path: Path, family: str, tp_size: int) -> None:
     """tp_size: ranks of the server."""

@@ -32,17 +32,17 @@ def shapes_of(cfg: PPOConfig | SFTConfig) -> Mapping[str, ModelShape]:
         paths["actor"] = (cfg.actor_rollout_ref.model.path, "actor_rollout_ref.model.path", "lm")
         for role in model_roles(cfg):
             paths[role.name] = (str(role.model_path), role.model_key, role.head)
+    from scalerl.trainer.checks.models import seeing_shape, trained_shape
+
     shapes, violations = {}, []
     for name, (path, key, head) in paths.items():
         if name != "actor" and path == paths["actor"][0] and "actor" not in shapes:
             # It has been said of the actor's.
             continue
         try:
-            shapes[name] = _shape(path, key).with_head(head)
+            shapes[name] = seeing_shape(cfg, _shape(path, key).with_head(head))
         except ValueError as error:
             violations.append(str(error) if str(error).startswith(key) else f"{key} = {path}: {error}")
-    from scalerl.trainer.checks.models import trained_shape
-
     errors = ErrorCollector()
     shapes |= {name: trained_shape(errors, cfg, shapes[name], name) for name in ("actor", "critic") if name in shapes}
     if violations := [*dict.fromkeys(violations), *errors.violations]:

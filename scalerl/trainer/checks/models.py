@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +83,8 @@ def check_processor(errors: ErrorCollector, cfg: PPOConfig | SFTConfig) -> Pictu
     model, key = policy_model(cfg)
     # A directory that cannot be read is in `errors`: its tokenizer was read before.
     directory = ErrorCollector().attempt(lambda: model_directory(model.path, key))
-    return None if directory is None else errors.attempt(lambda: load_processor(directory, cfg.data))
+    served = _takes_pictures(cfg)
+    return None if directory is None else errors.attempt(lambda: load_processor(directory, cfg.data, served=served))
 
 
 def check_models(
@@ -100,7 +100,7 @@ def check_models(
     policy, key = policy_model(cfg)
     shapes = {"actor": errors.attempt(lambda: read_model(policy.path, key))}
     if (shape := shapes["actor"]) is not None:
-        shapes["actor"] = shape = trained_shape(errors, cfg, shape)
+        shapes["actor"] = shape = trained_shape(errors, cfg, seeing_shape(cfg, shape))
         if device is not None:
             errors.violations.extend(
                 actor_violations(cfg, shape, device=device)
@@ -120,7 +120,7 @@ def check_models(
         is_said = shapes["actor"] is None and role.model_path == policy.path
         if role.model_path is None or is_said:
             continue
-        shape = errors.attempt(partial(read_role, role))
+        shape = errors.attempt(lambda role=role: seeing_shape(cfg, read_role(role)))
         if shape is not None and role.name == "critic":
             shape = trained_shape(errors, cfg, shape, role="critic")
         shapes[role.name] = shape
@@ -152,6 +152,17 @@ def trained_shape(
     elif model.freeze_vision_tower:
         shape = replace(shape, frozen_tower=True)
     return with_adapter(errors, shape, model, megatron, **sections)
+
+
+def seeing_shape(cfg: PPOConfig | SFTConfig, shape: ModelShape) -> ModelShape:
+    """The shape as the run has it: without an optional vision tower where its servers take no pictures."""
+    is_blind = shape.vision is not None and shape.vision.is_optional and not _takes_pictures(cfg)
+    return shape.without_tower() if is_blind else shape
+
+
+def _takes_pictures(cfg: PPOConfig | SFTConfig) -> bool:
+    """Whether the servers of a run, if it has any, take pictures."""
+    return isinstance(cfg, SFTConfig) or ENGINES[cfg.actor_rollout_ref.rollout.name].takes_pictures
 
 
 def check_judge(errors: ErrorCollector, judge: JudgeConfig) -> None:

@@ -185,11 +185,12 @@ class MegatronWorker(Worker):
         adapter: Adapter | None = None,
         adapter_path: str | None = None,
         freeze_vision_tower: bool = False,
+        leave_out_tower: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
         """Builds the model of a role.  role: actor, ref, critic or reward_model. optim None: frozen.
 
-        adapter, adapter_path, freeze_vision_tower: as of `MegatronEngine`.
+        adapter, adapter_path, freeze_vision_tower, leave_out_tower: as of `MegatronEngine`.
         """
         import torch
 
@@ -204,6 +205,7 @@ class MegatronWorker(Worker):
             adapter=adapter,
             adapter_path=adapter_path,
             freeze_vision_tower=freeze_vision_tower,
+            leave_out_tower=leave_out_tower,
             trust_remote_code=trust_remote_code,
         )
         self.engines[role].leave_device()

@@ -139,6 +139,9 @@ def check_same_model(resumed: Resumed, shape: ModelShape, model_path: str, role:
             "trainer.default_local_dir, or trainer.resume_mode=disable"
         )
     stored = ModelShape.from_hf(resumed.directory / role / "huggingface")
+    if shape.vision is None:
+        # The run may leave the vision tower out.
+        stored = stored.without_tower()
     different = [
         f"{field.name} {getattr(stored, field.name)} there, {getattr(shape, field.name)} here"
         for field in fields(ModelShape)

@@ -1,4 +1,4 @@
-"""The released files of Qwen3.5: the language model among other parts, which stay as they are."""
+"""The released files of Qwen3.5: a language model, its vision tower, and layers that predict further tokens."""
 
 from __future__ import annotations
 
@@ -36,16 +36,17 @@ def both(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
     return text, released
 
 
-def test_the_shape_is_that_of_the_language_model(both: tuple[Path, Path]) -> None:
+def test_the_shape_without_the_tower_is_that_of_the_language_model(both: tuple[Path, Path]) -> None:
     text, released = map(ModelShape.from_hf, both)
-    assert released == replace(text, model_type=text.model_type.removesuffix("_text"))
+    assert released.vision is not None and released.vision.is_optional
+    assert released.without_tower() == replace(text, model_type=text.model_type.removesuffix("_text"))
 
 
 def test_names_and_shapes_are_those_of_transformers(both: tuple[Path, Path]) -> None:
     shape = ModelShape.from_hf(both[1])
     with torch.device("meta"):
         model = getattr(transformers, CLASSES[shape.model_type])(AutoConfig.from_pretrained(both[1]))
-    theirs = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if ".visual." not in name}
+    theirs = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     assert family_of(shape).stored_shapes(shape) == theirs
 
 
@@ -55,6 +56,8 @@ def test_every_shard_is_that_of_the_language_model(both: tuple[Path, Path], tp_s
     for path in both:
         shape = ModelShape.from_hf(path)
         with HFWeights(path) as weights:
+            weights.check(family_of(shape), shape)
+            shape = shape.without_tower()
             weights.check(family_of(shape), shape)
             shards.append(
                 {
@@ -83,7 +86,9 @@ def test_a_merged_model_has_every_tensor_of_the_files(both: tuple[Path, Path], t
 def test_a_merge_without_the_tower_is_refused(
     both: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    split(both[1], tmp_path / "run" / "actor", split_sizes())
+    """Of a checkpoint that has the language model alone."""
+    split(both[0], tmp_path / "run" / "actor", split_sizes())
+    shutil.copy(both[1] / "config.json", tmp_path / "run" / "actor" / "huggingface")
     arguments = ["merge", "--backend", "megatron", "--local_dir", str(tmp_path / "run" / "actor")]
     assert main([*arguments, "--target_dir", str(tmp_path / "merged")]) == 2
     assert "model.visual. and mtp.*" in (error := capsys.readouterr().err) and "--hf_model_path" in error
@@ -91,6 +96,13 @@ def test_a_merge_without_the_tower_is_refused(
     assert main([*arguments, "--target_dir", str(tmp_path / "merged"), "--hf_model_path", str(both[0])]) == 2
     assert f"{both[0]} has no tensor model.visual. or mtp.*" in capsys.readouterr().err
     assert not (tmp_path / "merged").exists()
+    split(both[1], tmp_path / "whole" / "actor", split_sizes())
+    arguments[4] = str(tmp_path / "whole" / "actor")
+    config = json.loads((both[1] / "config.json").read_text())
+    config["text_config"]["mtp_num_hidden_layers"] = 1
+    (tmp_path / "whole" / "actor" / "huggingface" / "config.json").write_text(json.dumps(config))
+    assert main([*arguments, "--target_dir", str(tmp_path / "merged")]) == 2
+    assert "whose files hold mtp.*" in capsys.readouterr().err
     assert main([*arguments, "--target_dir", str(tmp_path / "merged"), "--hf_model_path", str(both[1])]) == 0
 
 
@@ -115,7 +127,7 @@ def test_transformers_language_model_has_the_same_numbers(both: tuple[Path, Path
     shape = ModelShape.from_hf(both[1])
     held = file_tensors(model, shape.model_type)
     with HFWeights(both[1]) as weights:
-        assert held.keys() == family_of(shape).hf_shapes(shape).keys()
+        assert held.keys() == family_of(shape).hf_shapes(shape.without_tower()).keys()
         assert [name for name in held if not torch.equal(held[name], weights.read(name)[:])] == []
 
 
@@ -126,15 +138,6 @@ def test_what_sglang_cannot_serve_while_it_is_trained_is_refused(both: tuple[Pat
         check = ENGINES["sglang"].trained_model_violations
         return list(check(RolloutConfig(), shape, section="rollout", device=device, verify_weights_every=every))
 
-    assert refusals(text, "cpu", 1) == refusals(text, "cuda", 1) == refusals(released, "cuda", 0) == []
-    (of_tower,) = refusals(released, "cpu", 0)
-    assert "vision tower" in of_tower and f"(model_type {text.model_type})" in of_tower
-    (of_checksums,) = refusals(released, "cuda", 1)
-    assert of_checksums.startswith("rollout.verify_weights_every = 1: the checksums of an SGLang server are not known")
+    assert [refusals(shape, device, 1) for shape in (text, released) for device in ("cpu", "cuda")] == [[]] * 4
     (of_layers,) = refusals(replace(text, linear_layers=(False, True)), "cpu", 0)
     assert "attends in others too (layer_types)" in of_layers
-
-
-def test_it_cannot_become_a_critic(both: tuple[Path, Path]) -> None:
-    with pytest.raises(ValueError, match="with its vision tower, cannot become a value model"):
-        ModelShape.from_hf(both[1]).with_head("value")

@@ -88,7 +88,7 @@ def test_a_tower_that_config_json_does_not_describe(change: dict[str, Any], prob
 
 def test_families_without_a_tower_that_runs() -> None:
     assert vision_config({"model_type": "qwen3"}) is vision_config({"model_type": "unknown"}) is None
-    assert vision_config({"model_type": "qwen3_5", "vision_config": {"depth": 2}}) is None
+    assert vision_config({"model_type": "qwen3_5_text", "vision_config": {"depth": 2}}) is None
 
 
 def test_a_picture_takes_a_token_for_each_square_of_patches(model: Path, family: str) -> None:

@@ -21,7 +21,7 @@ from scalerl.errors import UserError
 from scalerl.models import Family, HFWeights, Param, family_named, family_of, read_config, weight_block
 from scalerl.models.adapters import Adapter, projections
 from scalerl.models.block_scales import FP8_BLOCK, WHOLE_MODULES, is_quantized
-from scalerl.models.shape import attention_interval
+from scalerl.models.shape import attention_interval, rope_entries
 from scalerl.models.sizes import counted_params
 from scalerl.models.vision import vision_config
 from scalerl.rollout.servers.engines.base import Call, Command, Engine, Launch, check_context_length
@@ -72,6 +72,8 @@ BLOCKS_OF_FP8 = {
 }
 # Of a layer, in config.json's layer_types.
 _ATTENDS = "full_attention"
+# Of Qwen3.5's tower, which SGLang would give Qwen3-VL's deepstack where config.json has no such key.
+NO_DEEPSTACK = {"deepstack_visual_indexes": []}
 # SGLang keeps what its tower made of a picture under the picture alone, and would answer by an earlier tower.
 NO_TOWER_CACHE = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
 # Layers that SGLang feeds from the tower of a mixture, whatever its config.json says.
@@ -266,7 +268,7 @@ class SGLangEngine(Engine):
             yield from _fp8_violations(config, shape, section)
         yield from _other_numbers(config, section)
         if shape.linear_layers:
-            yield from _delta_net_violations(shape, section, device, verify_weights_every)
+            yield from _delta_net_violations(shape, section)
         if verify_weights_every:
             own = _own_arguments(config.engine_kwargs)
             for argument, effect in unknown_places(own, shape.model_type, is_mixture=bool(shape.num_experts)):
@@ -351,18 +353,28 @@ def _own_arguments(engine_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _needed_changes(model_path: str) -> dict[str, Any]:
-    """The keys of NEEDED_CONFIG that the model's config.json lacks."""
+    """The keys of NEEDED_CONFIG that the model's config.json lacks; of gated delta nets those that SGLang reads."""
     try:
         config = read_config(model_path)
     except ValueError:
         # The server will report what is wrong with the directory.
         return {}
     family = family_named(config.get("model_type"))
+    if family and family.delta_net:
+        return _delta_net_changes(config, family)
     needed = NEEDED_CONFIG.get(family.model_type, {}) if family else {}
-    if family and family.delta_net and (kinds := config.get("layer_types")):
-        # Of layer_types, which transformers writes, SGLang makes nothing.
-        needed = needed | {"full_attention_interval": attention_interval([kind == _ATTENDS for kind in kinds])}
     return {key: value for key, value in needed.items() if key not in config}
+
+
+def _delta_net_changes(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """What config.json says of gated delta nets in keys that transformers writes, and SGLang makes nothing of."""
+    changes: dict[str, Any] = {}
+    text = config.get(family.text_config) or config
+    if (kinds := text.get("layer_types")) and "full_attention_interval" not in text:
+        changes["full_attention_interval"] = attention_interval([kind == _ATTENDS for kind in kinds])
+    if turned := rope_entries(config).get("partial_rotary_factor"):
+        changes["partial_rotary_factor"] = turned
+    return {family.text_config: changes, "vision_config": NO_DEEPSTACK} if family.tower else changes
 
 
 def _on_cpu(launch: Launch) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
@@ -469,31 +481,18 @@ def _mixture_violations(
         )
     own = _own_arguments(config.engine_kwargs)
     yield from _expert_parallel_violations(own, config, shape, section, device)
-    is_apart = family_of(shape).text_config and shape.vision is None
-    if verify_weights_every and shape.model_type not in MIXTURES and not is_apart:
+    if verify_weights_every and shape.model_type not in MIXTURES:
         yield (
             f"{section}.verify_weights_every = {verify_weights_every}: the checksums of an SGLang server are not known "
             f"for a {shape.model_type} model (known: dense models and {', '.join(MIXTURES)}); set it to 0"
         )
 
 
-def _delta_net_violations(shape: ModelShape, section: str, device: str, verify_weights_every: int) -> Iterator[str]:
+def _delta_net_violations(shape: ModelShape, section: str) -> Iterator[str]:
     if attention_interval([not is_linear for is_linear in shape.linear_layers]) is None:
         yield (
             f"{section}.name = sglang: SGLang lets every n-th layer of a {shape.model_type} model attend, and this one "
             "attends in others too (layer_types); set it to embedded"
-        )
-    if not family_of(shape).text_config:
-        return
-    if device == "cpu":
-        yield (
-            f"{section}.name = sglang: SGLang's vision tower of a {shape.model_type} model is for GPUs alone; set "
-            f"it to embedded, or give the language model alone (model_type {shape.model_type}_text)"
-        )
-    elif verify_weights_every:
-        yield (
-            f"{section}.verify_weights_every = {verify_weights_every}: the checksums of an SGLang server are not known "
-            f"for a {shape.model_type} model, which has a vision tower; set it to 0"
         )
 
 

@@ -84,7 +84,7 @@ TOWER_CUTS = {
 
 _NAME = re.compile(r"^(?P<prefix>.*?)(?P<module>[a-z_]+)\.(?P<leaf>weight|bias|e_score_correction_bias)$")
 _DELTA_NAME = re.compile(r"^(?P<prefix>.*\.linear_attn\.)(?P<part>.+)$")
-_ZERO_CENTRED_NORM = re.compile(r"^(?P<prefix>(?!.*\.linear_attn\.).*norm\.)weight$")
+_ZERO_CENTRED_NORM = re.compile(r"^(?P<prefix>(?!visual\.|.*\.linear_attn\.).*norm\.)weight$")
 _STACK_NAME = re.compile(rf"^(?P<prefix>.*\.experts\.)(?P<part>{'|'.join(STACK_PLACES)})$")
 _TOWER_NAME = re.compile(r"^(?:model\.)?(?P<module>visual\..+)\.(?P<leaf>weight|bias)$")
 _EXPERT_NAME = re.compile(r"^(?P<prefix>.*\.experts\.)(?P<expert>\d+)\.(?P<part>[a-z0-9_]+)\.weight$")

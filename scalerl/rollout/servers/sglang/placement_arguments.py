@@ -24,6 +24,7 @@ MIXTURES = (
     "glm4_moe",
     "glm4_moe_lite",
     "qwen3_5_moe_text",
+    "qwen3_5_moe",
     "qwen3_next",
     "gpt_oss",
     "minimax_m2",

@@ -26,8 +26,7 @@ def shape_of(name: str, **changes: Any) -> ModelShape:
 @pytest.mark.parametrize("name", LARGE)
 def test_as_many_as_transformers_has(name: str) -> None:
     model = meta_model(name)
-    language = [parameter for key, parameter in model.named_parameters() if ".visual." not in key]
-    numbers = {parameter.data_ptr() or id(parameter): parameter.numel() for parameter in language}
+    numbers = {parameter.data_ptr() or id(parameter): parameter.numel() for parameter in model.parameters()}
     biases = sum(b.numel() for key, b in model.named_buffers() if key.endswith("e_score_correction_bias"))
     assert num_parameters(shape_of(name)) == sum(numbers.values()) + biases
 

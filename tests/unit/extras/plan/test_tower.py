@@ -39,7 +39,7 @@ def kept_bytes(path: Path, shape: ModelShape, dtype: torch.dtype, *, recompute: 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_what_is_kept_for_the_backward_pass(tmp_path: Path, family: str, dtype: str, recompute: bool) -> None:
     path = make_tiny_vision_model(tmp_path, family)
     shape = ModelShape.from_hf(path)

@@ -173,6 +173,20 @@ def test_what_sglang_needs_of_a_latent_models_config_is_given_where_it_is_absent
     assert given("cpu", model_type="qwen3_moe") == {}
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5"])
+def test_sglang_is_told_what_it_does_not_read_of_gated_delta_nets(tmp_path: Path, family: str) -> None:
+    """Which layers attend and what turns of a head, as transformers writes it; and that Qwen3.5's tower feeds none."""
+    text = {"layer_types": ["linear_attention", "full_attention"] * 2, "partial_rotary_factor": 0.25}
+    text["rope_parameters"] = {"partial_rotary_factor": 0.5}
+    config = {"model_type": family} | (text if family == "qwen3_5_text" else {"text_config": text})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command, _ = ENGINES["sglang"].command(Launch(str(tmp_path), RolloutConfig(), "cuda", 64, port=4000))
+    changes: dict[str, Any] = {"full_attention_interval": 2, "partial_rotary_factor": 0.5}
+    if family == "qwen3_5":
+        changes = {"text_config": changes, "vision_config": {"deepstack_visual_indexes": []}}
+    assert json.loads(value_of(command, "--json-model-override-args")) == changes
+
+
 def test_a_runs_server_takes_no_weights_of_files_in_fp8_and_a_server_for_itself_does(tmp_path: Path) -> None:
     """DeepSeek-V3's config.json: the trainer sends weights that are not quantized."""
 
@@ -267,7 +281,8 @@ def test_a_gpu_server_whose_experts_are_checked_keeps_them_as_they_are_loaded(tm
         apart = "--disable-shared-experts-fusion" in command
         return pinned, env.get("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"), apart
 
-    with_shared_experts = {"deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_5_moe_text", "qwen3_next"}
+    with_shared_experts = {"deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next"}
+    with_shared_experts |= {"qwen3_5_moe", "qwen3_5_moe_text"}
     for family in MIXTURES:
         assert started(family) == ("triton", "0", family in with_shared_experts)
     assert started("qwen3_moe", moe_a2a_backend="deepep") == ("deep_gemm", "0", False)

@@ -138,6 +138,23 @@ def test_a_model_that_sees_images_needs_servers_that_do(directory: Path, tmp_pat
     assert message.startswith("image processor in ") and message.endswith("add the model's preprocessor_config.json")
 
 
+def test_qwen3_5_sees_images_where_its_servers_do(directory: Path, tmp_path: Path) -> None:
+    """With the embedded engine its language model is alone, as transformers has a class for it."""
+    path = make_tiny_vision_model(tmp_path / "qwen3_5", "qwen3_5")
+    shape = check_ppo(config(directory, str(path), "embedded", 1)).shapes["actor"]
+    assert shape == ModelShape.from_hf(path).without_tower() != ModelShape.from_hf(path)
+    write_processor(path, "qwen3_5")
+    inputs = check_ppo(config(directory, str(path), "sglang", 1))
+    assert inputs.shapes["actor"] == ModelShape.from_hf(path) and inputs.processor is not None
+    row = ROW | {"images": [{"bytes": content(noise(1, 84, 56))}]}
+    row["prompt"] = [{"role": "user", "content": "<image>Find x."}]
+    pq.write_table(pa.Table.from_pylist([row] * 4), tmp_path / "rows.parquet")
+    files = [f"data.{name}_files={tmp_path / 'rows.parquet'}" for name in ("train", "val")]
+    message = violation(directory, str(path), "embedded", 1, *files)
+    assert "found images, for a model without a vision part" in message and "rollout.name=sglang" in message
+    assert len(check_ppo(config(directory, str(path), "sglang", 1, *files)).train[0].images) == 1
+
+
 def test_a_tower_that_no_row_trains_is_said(directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Of each role. Programs may show images that no row has."""
     path = make_tiny_vision_model(tmp_path / "model", "qwen2_5_vl")
