@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -305,6 +306,14 @@ def test_rows_that_cannot_be_used_say_why(write, vision_tokenizer, processor, ma
     text = f"{IMAGE} what" if row.get("images") == [] else "<image> what"
     rows = [geo3k_row(make_row, ["a.png"]), geo3k_row(make_row, ["a.png"], text) | row]
     assert message.format(dir=tmp_path) in refused(write, vision_tokenizer, processor, rows)
+
+
+def test_text_for_a_model_that_need_not_see_may_have_the_word(model):
+    processor, messages = processor_of(model), [{"role": "user", "content": "<image>"}]
+    with pytest.raises(PictureError, match="no images for <image>"):
+        processor.check_marks(messages, [])
+    processor.vision = replace(processor.vision, is_optional=True)
+    processor.check_marks(messages, [])
 
 
 def test_reading_later_says_why_too(processor, tmp_path):
