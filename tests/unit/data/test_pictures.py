@@ -149,8 +149,8 @@ def test_broken_exif_data_is_passed_over(processor):
 def test_a_server_gets_colors_alone(processor):
     """Of a picture with a transparent color too, which is shown as it is."""
     red = Image.new("RGB", (56, 56), "red")
-    for options in ({"transparency": (255, 0, 0)}, {"icc_profile": b"profile"}, {}):
-        picture = processor.read(content(red, **options))
+    for source in (content(red, transparency=(255, 0, 0)), content(red, icc_profile=b"profile"), content(red)):
+        picture = processor.read(source)
         sent = Image.open(io.BytesIO(base64.b64decode(picture.url.partition(",")[2])))
         assert sent.mode == "RGB" and not sent.info
         np.testing.assert_array_equal(picture.pixel_values, processor.read(content(red)).pixel_values)
@@ -181,7 +181,7 @@ def test_limits_beyond_the_model_s_own_are_refused(model):
         ({"min_pixels": 10**7}, "min_pixels=50176"),
     ):
         with pytest.raises(DataError) as caught:
-            load_processor(model, DataConfig(**limits))
+            processor_of(model, **limits)
         assert str(caught.value).endswith(f"; set data.{advice}")
 
 
