@@ -18,8 +18,8 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZ
 
 PYTEST_ARGS ?=
 PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest --durations=25
-# Each in one process, without services. Some wait a second or two: one more than cores; beside other work half as many,
-# when that waits.
+# Each in one process, without services. Some wait a second or two: one more than cores; beside the services'
+# tests half as many, which run when those wait.
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 AT_MOST_8 = $(shell echo $$(($(1) > 8 ? 8 : $(1))))
 UNIT = -n $(call AT_MOST_8,$(CORES) + 1) tests/unit
@@ -124,7 +124,7 @@ unit: setup
 types-beside: setup
 	@$(call AT_THE_END,$(TYPES))
 
-test: setup ## all that README promises (TESTS=path: those alone, and all of them; PYTEST_ARGS=...)
+test: setup ## every test but those marked full (TESTS=path: those alone, and all of them; PYTEST_ARGS=...)
 ifdef TESTS
 	$(PYTEST) $(PYTEST_ARGS) $(TESTS)
 else

@@ -108,7 +108,7 @@ class MlflowBackend:
         """Records a table as artifact {name}/step_{step}.json, in the form that MLflow shows as a table.
 
         The form is {"columns": [...], "data": [[...], ...]}. An image is a file beside it. MLflow shows the images of a
-        column that has nothing else, so that its other cells get one of nothing.
+        column only where each of its cells has one, so a cell without an image gets a transparent one.
         """
         folder, images = metric_name(name), dict[str, str]()
         of_images = {column for cells in rows for column, value in enumerate(cells) if isinstance(value, bytes)}

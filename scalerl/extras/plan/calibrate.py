@@ -84,7 +84,8 @@ class MeasuredRun:
     def read(cls, run_dir: Path, overrides: Sequence[str] = ()) -> MeasuredRun:
         """Reads trainer.default_local_dir of a run.  overrides: key=value, in the place of what its config.yaml has.
 
-        Raises UserError where there is none, or one of too few steps, of another command or of a loop of its own.
+        Raises UserError for a directory without a run, and for a run of too few steps, of another command or without
+        the metrics that are needed, such as one with trainer.custom_fit.
         """
         config_file, metrics_file = run_dir / RESOLVED_CONFIG, run_dir / METRICS
         missing = [file.name for file in (config_file, metrics_file) if not file.is_file()]

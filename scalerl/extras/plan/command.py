@@ -33,7 +33,8 @@ does not fit is refused with the nearest settings that do (exit code 2).
   --calibrate      reads the seconds of runs in their directories (trainer.default_local_dir), and writes
                    hardware.yaml there: the rates with which the plan has nearly the same seconds, for --hardware.
                    A small and a large model together show what takes time by FLOP or byte, and what by operation or
-                   message. With --hardware it writes nothing: the runs beside what those rates predict of them
+                   message. With --hardware it writes nothing, and prints the runs' seconds beside those that the
+                   rates of the file predict
   model.path       a directory with config.json, the path of such a file (configs/models has those of large models),
                    or a name on the hub, of which config.json alone is fetched
   --summary        what a run prints at its start, without the table

@@ -79,8 +79,8 @@ class DecodingEngine:
         self.max_batch_size = max_batch_size
         self.policy_version = "0"
         self.device = torch.device(device)
-        # Its class is the one that the directory names.
-        # It is made on torch's device "meta", whose random numbers import torch's compiler.
+        # The model's class is the one that the directory names. transformers makes it on torch's device "meta", whose
+        # random numbers import torch's compiler.
         with lean_imports(compiler=False):
             self._model: Any = _model(model_path, dtype, trust_remote_code)
         self._model.to(self.device).eval().requires_grad_(False)
